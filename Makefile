@@ -10,7 +10,9 @@ WORKERS ?= 2
 AUDIT_ARGS ?=
 RELEASE_ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
+# Modules are compiled when they are first imported: most never are, and to compile them all took most of the time.
+unexport PYTHONDONTWRITEBYTECODE
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
 .PHONY: demo test test-browser test-triton test-gpu test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist release-check audit clean
 

@@ -6,8 +6,6 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from helpers.models import VARIANTS
-
 # The examples are the same in every run, unless asked for more of them: --hypothesis-profile thorough.
 for profile, count in {"quick": 25, "thorough": 500}.items():
     settings.register_profile(
@@ -26,7 +24,21 @@ def folder_of_the_run(tmp_path_factory):
     os.environ["FOLDER_OF_THE_RUN"] = str(tmp_path_factory.getbasetemp().parent)
 
 
-pytest_plugins = ["helpers.glue", "helpers.programs"]
+def pytest_configure(config):
+    """The fixtures of `helpers`, but for a process that has workers: these start without its imports."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        for name in ("helpers.glue", "helpers.programs"):
+            config.pluginmanager.import_plugin(name)
+
+
+def pytest_generate_tests(metafunc):
+    """Each operator in each direction that it has, for tests that ask for a `variant` and do not choose them."""
+    chosen = any("variant" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "variant" in metafunc.fixturenames and not chosen:
+        from helpers.models import VARIANTS
+
+        names = [f"{name}-{'causal' if causal else 'bidirectional'}" for name, causal in VARIANTS]
+        metafunc.parametrize("variant", VARIANTS, ids=names)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,11 +46,6 @@ def frozen_heap():
     """Each training collects garbage, which need not read all that imports and earlier files have made."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant[0]}-{'causal' if variant[1] else 'bidirectional'}")
-def variant(request):
-    return request.param
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from helpers.models import exhaustive, slow
 from modeling_tnn.serving.rows import bytes_of_text
 from modeling_tnn.serving.scheduler import BatchScheduler, QueueFullError
 
-EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "rtf", "hybrid", *slow("rpe-no-decay", "modal", "hyena")])
+EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "rtf", *slow("hybrid", "rpe-no-decay", "modal", "hyena")])
 
 
 def prompt_of(length, seed=0):

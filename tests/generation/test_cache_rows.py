@@ -7,14 +7,15 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from helpers.caches import MODELS
-from helpers.models import lively_language_model, relative_error
+from helpers.models import lively_language_model, relative_error, slow
 from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.serving.rows import bytes_of_text, drop_padding, put_texts, rows_of
 
 # Kinds of states, and settings with which a block or a history has another form.
 MORE = {"rpe-long": {"tno_type": "rpe", "decay": 0.97}, "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192}}
-STATES = ("rpe-no-decay", "rtf", "modal", "sinusoidal", "hyena", "sliding")
-EVERY_MODEL = pytest.mark.parametrize("name", [*STATES, *MORE])
+EVERY_MODEL = pytest.mark.parametrize(
+    "name", ["rpe-long", "rtf", "sliding", *slow("rpe-no-decay", "modal", "sinusoidal", "hyena", "fd-tiles")]
+)
 TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))
 
 

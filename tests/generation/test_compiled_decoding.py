@@ -71,7 +71,7 @@ LIMITED = {"hyena_filter_beyond": "error", "hyena_filter_length": 70}
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "graphs"), [("rpe-medium-decay", {}, 2), *slow(("implicit", LIMITED, 2), ("attention", {}, 3))]
+    ("name", "fields", "graphs"), slow(("rpe-medium-decay", {}, 2), ("implicit", LIMITED, 2), ("attention", {}, 3))
 )
 def test_one_graph_and_the_same_tokens(name, fields, graphs):
     """After padding on the left; a text without padding, which has no mask; and padding again.
@@ -115,7 +115,7 @@ def own_addresses(model, cache) -> set[int]:
     return {tensor.data_ptr() for tensor in held}
 
 
-@pytest.mark.parametrize(("name", "rows", "pads"), [("sinusoidal", 1, 0), ("rtf", 3, 4)])
+@pytest.mark.parametrize(("name", "rows", "pads"), [("rtf", 3, 4), *slow(("sinusoidal", 1, 0))])
 def test_what_enters_a_compiled_step_stays_the_same(name, rows, pads, monkeypatch):
     """Shapes, strides and dtypes, over many tokens and two more texts, and the addresses of weights and states."""
     model, given, layouts, addresses = model_of(name), [], [], []
@@ -141,7 +141,7 @@ def test_what_enters_a_compiled_step_stays_the_same(name, rows, pads, monkeypatc
     assert addresses[0] <= own and len(addresses[0]) == len(layouts[0]) - len(given[0])
 
 
-@pytest.mark.parametrize("name", ["rtf", "hybrid", *slow("rpe-medium-decay", "converted", "hyena")])
+@pytest.mark.parametrize("name", ["rtf", *slow("hybrid", "rpe-medium-decay", "converted", "hyena")])
 @torch.no_grad()
 def test_compiled_steps_among_others(name):
     """After a long prompt, with steps, chunks, crops (of Toeplitz layers alone), changed rows and saved caches.
@@ -179,7 +179,7 @@ def test_compiled_steps_among_others(name):
         check(Steps(model, twin), 117, 126, rows)
 
 
-@pytest.mark.parametrize("name", FIRST[:2])
+@pytest.mark.parametrize("name", [FIRST[0], *slow(FIRST[1])])
 @torch.no_grad()
 def test_a_step_that_was_prepared_and_not_taken(name):
     model = model_of(name)
@@ -202,7 +202,7 @@ def test_a_step_that_was_prepared_and_not_taken(name):
     assert relative_error(steps(TEXT, 41, 60), expected[:, 41:60]) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["rpe", "rtf"])
+@pytest.mark.parametrize("name", ["rpe", *slow("rtf")])
 def test_compiled_steps_of_a_new_cache_have_the_present_weights(name):
     """The places that steps read belong to the operator, and outlive a cache."""
     model, earlier = model_of(name), None

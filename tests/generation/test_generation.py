@@ -116,6 +116,7 @@ def test_stop_strings():
 class TestEveryModel(CacheTests):
     kinds = MODELS
     few = ("rpe-medium-decay", "hyena", "sliding")
+    slow = ("rpe-learnable-decay", "fd", "s4d", "modal", "explicit", "implicit", "s4", "sinusoidal")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache
 
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
-from helpers.models import lively_language_model, relative_error
+from helpers.models import lively_language_model, relative_error, slow
 from modeling_tnn.cache_tnn import max_crop, memory_per_sequence
 
 MODELS = {
@@ -100,13 +100,16 @@ class CacheTests:
     Attributes:
         kinds: fields of the configurations of models, by names.
         few: the kinds that show what does not depend on them.
+        slow: the kinds that `make test-slow` adds.
     """
 
     kinds: dict[str, dict] = {}
     few: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
 
     def pytest_generate_tests(self, metafunc):
-        for fixture, names in (("model", self.kinds), ("chosen", self.few)):
+        usual = [name for name in self.kinds if name not in self.slow]
+        for fixture, names in (("model", usual + slow(*self.slow)), ("chosen", self.few)):
             if fixture in metafunc.fixturenames:
                 metafunc.parametrize(fixture, names, indirect=True)
 

@@ -183,7 +183,7 @@ class OperatorTests:
         ids = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
-        options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
+        options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
         assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
     def test_save_and_load(self, causal, tmp_path):

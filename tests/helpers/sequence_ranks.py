@@ -50,8 +50,13 @@ CASES |= {"decays": ("rpe", True, {"learnable_decay": True, "norm_position": "po
 CASES |= {"eager": ("fd", False, {"tno_implementation": "eager"}, padding)}
 CASES |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16}, dict)}
 
-USUAL = [f"{name}-causal packed and padded" for name in CAUSAL]
-USUAL += ["rpe-causal plain", "ski-bidirectional padded", "sinusoidal packed", "uneven channels", "two axes"]
+USUAL = [
+    "rpe-causal packed and padded",
+    "s4d-causal packed and padded",
+    "ski-bidirectional padded",
+    "sinusoidal packed",
+]
+USUAL += ["uneven channels", "two axes"]
 
 
 def build(tno_type: str, causal: bool, fields: dict):
@@ -249,6 +254,7 @@ def refuse() -> dict:
 def cases(slow: bool) -> dict:
     """The cases of `make test`, or all."""
     names = CASES.keys() if slow else USUAL
-    others = {"generate": partial(generate, CAUSAL if slow else ["rpe", "rtf"]), "count": count}
-    others |= {"train": train, "train mixed": partial(train, mixed=True), "engines": engines, "refuse": refuse}
+    others = {"generate": partial(generate, CAUSAL if slow else ["rtf"]), "count": count}
+    others |= {"train": train, "engines": engines, "refuse": refuse}
+    others |= {"train mixed": partial(train, mixed=True)} if slow else {}
     return {name: partial(check, *CASES[name]) for name in names} | others

@@ -28,7 +28,7 @@ from transformers import (
 from helpers import processes
 from helpers.ecosystem import SENTENCES, Matrix, batch_for, first_output, log_likelihood
 from helpers.mixers import MIXED
-from helpers.models import AUTO, relative_error, seeded, tiny_config
+from helpers.models import AUTO, VARIANTS, relative_error, seeded, slow, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForMaskedLM,
@@ -41,6 +41,8 @@ from modeling_tnn import (
 from modeling_tnn.tools.checks import CheckpointMismatchError, check_before_loading
 
 heads = Matrix()
+LANGUAGE_MODELS = (TnnForMaskedLM, TnnForCausalLM)
+OTHERS = [head for head in AUTO if head not in LANGUAGE_MODELS]
 
 TASKS = {
     TnnModel: "feature-extraction",
@@ -121,7 +123,7 @@ WAYS = {
 }
 
 
-@heads(*AUTO)
+@heads(*LANGUAGE_MODELS, slow=OTHERS)
 def test_lora(head, folder, inputs, tmp_path):
     """Adapters sit on the GTU and the GLU, are trained, change the output; merged, saved and taken off again.
 
@@ -160,7 +162,7 @@ def weight_only(bits: int):
     return TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups))
 
 
-@heads(*AUTO)
+@heads(*LANGUAGE_MODELS, slow=OTHERS)
 def test_quantized(head, folder, inputs, tmp_path):
     """Weights of the GTU and the GLU are integers, those of kernels are not; outputs stay close; saved and loaded."""
     expected = first_output(AUTO[head].from_pretrained(folder), inputs)
@@ -214,6 +216,7 @@ def test_a_saved_folder_of_any_quantizer_is_not_measured(tmp_path):
         check_before_loading(TnnForCausalLM, tmp_path, {"num_hidden_layers": 99})
 
 
+@pytest.mark.parametrize("variant", VARIANTS[::2] + slow(*zip(VARIANTS[1::2])))
 def test_lora_and_int8_on_every_operator(variant, tmp_path):
     """The operators themselves are adapted where they have linear maps, and never quantised."""
     peft = pytest.importorskip("peft")
@@ -230,7 +233,7 @@ def test_lora_and_int8_on_every_operator(variant, tmp_path):
     assert relative_error(first_output(model.merge_and_unload(), ids), after) < 1e-4
 
 
-@heads(*AUTO)
+@heads(*LANGUAGE_MODELS, slow=OTHERS)
 def test_device_map_with_offload_to_disk(head, folder, inputs, tmp_path):
     """Layers that do not fit into the memory of accelerate stay on disk until they run."""
     expected = AUTO[head].from_pretrained(folder)
@@ -242,11 +245,7 @@ def test_device_map_with_offload_to_disk(head, folder, inputs, tmp_path):
     assert torch.equal(first_output(loaded, inputs), first_output(expected, inputs))
 
 
-@heads(
-    TnnForMaskedLM,
-    TnnForMultipleChoice,
-    slow=[head for head in AUTO if head not in (TnnForMaskedLM, TnnForMultipleChoice)],
-)
+@heads(TnnForMaskedLM, slow=[head for head in AUTO if head is not TnnForMaskedLM])
 def test_export(head, folder, inputs, tokenizer):
     """One program for all batch sizes and lengths, padded ones too."""
     model = AUTO[head].from_pretrained(folder, use_cache=False).eval()

@@ -83,9 +83,9 @@ def check_program(run, model, mask: bool = False):
 
 @pytest.mark.parametrize(
     "fields, kind, mask",
-    [(fields, "range", True) for fields in [*OPERATORS[::4], MIXED["hyena"]]]
-    + [(fields, kind, False) for fields, kind in zip(OPERATORS[:3], NAMES, strict=True)]
-    + slow(*((fields, "range", True) for index, fields in enumerate(OPERATORS) if index % 4))
+    [(MIXED["hyena"], "range", True)]
+    + slow(*((fields, kind, False) for fields, kind in zip(OPERATORS[:3], NAMES, strict=True)))
+    + slow(*((fields, "range", True) for fields in OPERATORS))
     + exhaustive(*((fields, "range", True) for fields in OPTIONS))
     + exhaustive(*((fields, kind, False) for fields in OPERATORS for kind in NAMES)),
 )
@@ -109,7 +109,7 @@ def test_hybrids(name, causal, mask):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("tno_type, causal", dict(VARIANTS).items())
+@pytest.mark.parametrize("tno_type, causal", VARIANTS[::4] + slow(*VARIANTS[2::4]))
 def test_jit_trace(tno_type, causal):
     """Traced with a mask that hides nothing, of a batch shorter than any kernel; then with padding at all lengths."""
     model = seeded(TnnModel, tiny_config(tno_type, causal, use_cache=False, return_dict=False, modal_window=20))
@@ -129,6 +129,7 @@ def test_compiled_rtf_beyond_its_truncation():
         assert relative_error(compiled(**inputs)[0], model(**inputs)[0]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.12"), reason="torch 2.11 cannot prove min(L, 2 L) = L")
 def test_pairs():
     model = seeded(TnnForSequencePairClassification, tiny_config("fd", False))
@@ -177,7 +178,7 @@ def value_batch(name: str, rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("causal, onnx", [(True, False), *slow((False, False), (True, True))])
+@pytest.mark.parametrize("causal, onnx", slow((True, False), (False, False), (True, True)))
 def test_real_values(name, causal, onnx, tmp_path):
     """One program for all lengths, in which values may be missing, for PyTorch or onnxruntime."""
     head, fields, _ = VALUES[name]

@@ -97,6 +97,7 @@ def test_interrupted_publication_and_another_attempt(hub, model_folder, tmp_path
     assert loaded["text"] == continuation(model_folder)
 
 
+@pytest.mark.slow
 def test_card_and_space_of_a_publication(hub, model_folder, tmp_path, monkeypatch):
     """Metadata and text say what the JSON files say; a page of the model, by files that say what it runs with."""
     options = ["--repo_id", "user/paged", "--evaluation", model_folder / "evaluation.json", "--space", "--package",

@@ -98,7 +98,7 @@ def check_step(run, model, empty, length: int):
     assert relative_error(torch.stack(logits, dim=1), expected) < 1e-5
 
 
-@pytest.mark.parametrize("tno_type", RECURRENT)
+@pytest.mark.parametrize("tno_type", [RECURRENT[0], *slow(*RECURRENT[1:])])
 def test_decoding_step(tno_type):
     """The same logits as the parallel pass, beyond window and order, for several texts, and in the model's dtype.
 
@@ -216,6 +216,7 @@ def test_one_node_for_each_product(tno_type, causal, strict):
         check(packed, model, (2, 17, 64, 200), packed=True)
 
 
+@pytest.mark.slow
 def test_it_must_be_asked_for():
     """By the caller, and for torch.export alone. "eager" always means PyTorch's own operations."""
     model = language_model()

@@ -29,6 +29,7 @@ from helpers.models import (
     perturbed_model,
     relative_error,
     seeded,
+    slow,
     tiny_config,
 )
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
@@ -76,6 +77,7 @@ def test_fresh_process(tmp_path):
         assert relative_error(actual[str(tmp_path / str(index))], model(INPUT_IDS)[0]) < UNALIGNED, index
 
 
+@pytest.mark.parametrize("variant", VARIANTS[::2] + slow(*zip(VARIANTS[1::2])))
 def test_what_is_loaded_is_what_was_saved(variant, tmp_path):
     """Nothing may be computed in a constructor and lost: the model that is built on the meta device has no values.
 
@@ -178,8 +180,9 @@ CONVERTED = ("converted", True)
 
 @pytest.mark.parametrize(
     "tno_type, causal, dtype",
-    [(*variant, torch.bfloat16) for variant in [*VARIANTS, CONVERTED]]
-    + [("rtf", True, torch.float16), ("ski", False, torch.float16), (*CONVERTED, torch.float16)],
+    [(*variant, torch.bfloat16) for variant in [*VARIANTS[::2], CONVERTED]]
+    + slow(*((*variant, torch.bfloat16) for variant in VARIANTS[1::2]))
+    + slow(*((*variant, torch.float16) for variant in [("rtf", True), ("ski", False), CONVERTED])),
 )
 def test_every_cast_is_as_good_as_loading(tno_type, causal, dtype, tmp_path):
     """What must stay in float32 does, however the model came to half precision."""

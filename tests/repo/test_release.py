@@ -119,7 +119,7 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 assert len(NOTEBOOKS) == 5
 
 
-@pytest.mark.parametrize("notebook", [NOTEBOOKS[1], *slow(NOTEBOOKS[0], *NOTEBOOKS[2:])], ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", slow(*NOTEBOOKS), ids=lambda path: path.stem)
 def test_it_runs(notebook, tmp_path):
     """The assertions of the notebook hold."""
     environment = os.environ | {"MAX_STEPS": "2", "MPLBACKEND": "Agg"}

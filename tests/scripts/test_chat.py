@@ -13,6 +13,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from helpers.models import slow
 from helpers.scripts import run, save_model
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.serving.pieces import Pieces
@@ -203,7 +204,7 @@ def asked(service, answer: list[int], stream: bool, monkeypatch, **fields) -> tu
         return "".join(choice.text for choice in choices), choices[-1].finish_reason
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, *slow(False)])
 def test_api(service, stream, monkeypatch):
     """All at once or as a stream; the text ends before a stop, which a special token may part."""
     for answer, text in ANSWERS.values():

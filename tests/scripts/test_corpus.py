@@ -55,6 +55,7 @@ def test_the_demo_corpus():
     assert not corpus["train"][-1]["ends"] and corpus["validation"][-1]["ends"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not WIKITEXT.is_dir(), reason="no shared data")
 def test_articles_of_wikitext():
     """As many as WikiText-2 is said to have."""

@@ -150,6 +150,7 @@ def runs(tmp_path_factory):
     return folder, options
 
 
+@pytest.mark.slow
 def test_two_shards_are_one_model(runs):
     folder, _ = runs
     one, two = read(folder / "one", "metrics"), read(folder / "two", "metrics")
@@ -203,6 +204,7 @@ def test_a_table_of_shards_runs_nothing(tmp_path):
     assert not victim.exists()
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_in_use(runs, monkeypatch, tmp_path):
     """accelerate would copy the model to each process, or train in one, without a word."""
     for engine, message in (("FSDP", "FSDP was asked for, but accelerate runs NO with 1 process on cpu"),

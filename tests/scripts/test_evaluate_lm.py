@@ -12,7 +12,7 @@ from scipy import stats
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from helpers.models import lively_language_model, seeded, tiny_config
+from helpers.models import lively_language_model, seeded, slow, tiny_config
 from helpers.scripts import SENTENCES, read, run_script, table_rows, write_text
 from modeling_tnn import TnnForMaskedLM
 from modeling_tnn.data.text import tokenize, train_tokenizer
@@ -53,7 +53,9 @@ def direct(model, tokens: int, length: int, stride: int) -> list[float]:
     return nats
 
 
-@pytest.mark.parametrize("name, stride, tokens_per_pass", [("tnn", None, 10), ("tnn", 7, 1000), ("gpt2", 7, 10)])
+@pytest.mark.parametrize(
+    "name, stride, tokens_per_pass", [("tnn", None, 10), ("gpt2", 7, 10), *slow(("tnn", 7, 1000))]
+)
 def test_definition(name, stride, tokens_per_pass, folder):
     """All lengths score the same tokens, for any length of the last row; a bin has those of as much context."""
     model = evaluate_lm.AutoModelForCausalLM.from_pretrained(folder / name).eval()

@@ -305,6 +305,7 @@ def test_labels_of_another_classifier_are_refused(exchanged, tmp_path):
         assert (weights[0] - weights[1]).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_run(encoder, tmp_path, caplog, capsys):
     """The rate that was not given, the loss in the bar, the accuracy beside F1, and how to classify next."""
     films, out = rows(20), tmp_path / "out"

@@ -143,6 +143,7 @@ def test_what_is_predicted(masked):
         assert sum(predicted) > 5 and not any(p and not e for p, e in zip(predicted[1:-1], expected, strict=True))
 
 
+@pytest.mark.slow
 def test_the_weight_of_lower_case():
     """The mean of the losses of many epochs is the weighted loss; the same letters when an example is read again."""
     letters = CONTIGS["one"][:630]

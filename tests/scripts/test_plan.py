@@ -53,10 +53,12 @@ def real_ddp(model: PreTrainedModel, *_) -> tuple:
     ("engine", "processes", "fields", "options"),
     [
         ("", 1, {}, {"mixed_precision": "bf16", "optim": "muon"}),
-        ("", 1, {"tno_type": "rtf", "rtf_state_size": 8}, {"gradient_checkpointing": True}),
-        ("ddp", 4, {"tno_type": "ski", "ski_rank": 8, "causal": False}, {"objective": "mlm"}),
         ("sp", 4, {}, {}),
-        *slow(("fsdp2", 4, {"tno_type": "fd", "hidden_size": 256}, {"mixed_precision": "bf16"})),
+        *slow(
+            ("", 1, {"tno_type": "rtf", "rtf_state_size": 8}, {"gradient_checkpointing": True}),
+            ("ddp", 4, {"tno_type": "ski", "ski_rank": 8, "causal": False}, {"objective": "mlm"}),
+            ("fsdp2", 4, {"tno_type": "fd", "hidden_size": 256}, {"mixed_precision": "bf16"}),
+        ),
     ],
 )
 def test_counted_is_measured(engine, processes, fields, options, monkeypatch):

@@ -151,8 +151,8 @@ IMAGES = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spa
 
 @pytest.mark.parametrize(("head", "fields", "names"), [
     (TnnForCausalLM, {"tno_type": "modal"}, ["layer-0"]),
-    (TnnForMaskedLM, {"tno_type": "ski", "causal": False}, ["layer-0"]),
-    *slow((TnnForImageClassification, {"causal": False, **IMAGES}, ["layer-0-rows", "layer-0-columns"])),
+    *slow((TnnForMaskedLM, {"tno_type": "ski", "causal": False}, ["layer-0"]),
+          (TnnForImageClassification, {"causal": False, **IMAGES}, ["layer-0-rows", "layer-0-columns"])),
 ])  # fmt: skip
 def test_script(head, fields, names, tmp_path):
     """An image model has two kernels a layer, whose longest lag is a side of the image."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArguments
 
-from helpers.models import lively_language_model, random, seeded, tiny_config
+from helpers.models import lively_language_model, random, seeded, slow, tiny_config
 from helpers.scripts import ROOT, TEXT, read, save_model, table_rows, words
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.tno_auto import OPERATORS
@@ -109,9 +109,8 @@ def measure(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("suite", "options", "ways"), [
     ("training", "", ["released", "fused", "hybrid", "gpt2", "llama", "mamba", "matmul"]),
-    ("training", "--bidirectional", ["rpe", "fd", "ski"]),
-    ("training", "--blocks_only", ["fused", "fused bf16", "matmul"]),
-    pytest.param("memory", "", ["released", "fused"], marks=pytest.mark.slow),
+    *slow(("training", "--bidirectional", ["rpe", "fd", "ski"]),
+          ("training", "--blocks_only", ["fused", "fused bf16", "matmul"]), ("memory", "", ["released", "fused"])),
 ])  # fmt: skip
 def test_suites_of_steps(suite, options, ways, measure, tmp_path):
     rows, shown = measure(suite, f"--hidden_size 64 --lengths 16 100 --tokens 200 {options}", "--ways", *ways)
@@ -267,6 +266,7 @@ def started_model(name: str, family: str = "kernels"):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", RECIPES)
 def test_every_start(family, tmp_path):
     """A model is built, and only what a start says has a rate of its own."""

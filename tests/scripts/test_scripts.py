@@ -10,24 +10,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from helpers import processes
-from helpers.scripts import TEXT, program, read, run, save_model, write_config, write_text
+from helpers.scripts import TEXT, read, run, save_model, write_config, write_text
 from modeling_tnn.serving.schema import CompletionBody
 from tnn_cli.programs.chat import TEMPERATURE, TOP_P
 from tnn_cli.sampling import sampling
 
 
-def test_the_demo_learns_what_it_reads(tmp_path):
-    """A model that has seen three sentences 400 times knows them. In a process of its own."""
+def test_the_demo_learns_what_it_reads(tmp_path, caplog):
+    """A model that has seen three sentences 400 times knows them."""
     preset = write_config(tmp_path / "preset", vocab_size=400, hidden_dropout_prob=0.0)
     text, output = write_text(tmp_path / "text.txt", copies=400), tmp_path / "out"
     options = f"--config_name {preset} --output_dir {output} --dataset_name {text} --tno_type fd"
     options += " --max_steps 60 --per_device_train_batch_size 8 --learning_rate 0.01 --prompt Pack --max_new_tokens 12"
-    ran = processes.run(program("demo", options), check=True, cwd=tmp_path)
+    caplog.set_level("INFO", "demo")
+    run("demo", options)
     metrics = read(output, "metrics")
     assert metrics["perplexity_before"] > 100 > 3 > metrics["perplexity"]
     assert metrics["tokens"] == 60 * 8 * 32 and read(output, "training_args")["tno_type"] == "fd"
-    assert "Pack my box with five dozen jugs" in metrics["text"] and metrics["text"] in ran.stdout + ran.stderr
+    assert "Pack my box with five dozen jugs" in metrics["text"] and metrics["text"] in caplog.text
     assert AutoModelForCausalLM.from_pretrained(output).config.tno_type == "fd"
     assert AutoTokenizer.from_pretrained(output).decode([0]) == "<s>"
 

@@ -128,6 +128,7 @@ def test_what_is_read(writer):
         assert text == "" and message in line
 
 
+@pytest.mark.slow
 def test_pictures_of_the_kernels(tmp_path):
     """Of a model in another precision, which it keeps. A bidirectional one has no page."""
     folder = save_model(tmp_path / "model", tno_type="rpe", num_hidden_layers=1)

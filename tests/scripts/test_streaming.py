@@ -93,7 +93,7 @@ def test_examples_by_number(processes, workers, masked, folder, tokenizer):
         assert own == whole[index::processes]
 
 
-@pytest.mark.parametrize("workers, files", [(2, ["b.jsonl", "a.parquet"]), (0, ["c.txt"])])
+@pytest.mark.parametrize("workers, files", [(2, ["b.jsonl", "a.parquet"]), *slow((0, ["c.txt"]))])
 def test_resume(workers, files, folder, tokenizer):
     """From any step, also after the end of an epoch and by another number of processes."""
     mixed = mixture(folder, *files, weights=[0.7, 0.3][: len(files)] if len(files) == 2 else None, parts=2)

@@ -117,7 +117,7 @@ def counted(monkeypatch, owner, method: str) -> list[Operations]:
     return found
 
 
-@pytest.mark.parametrize("optim, expected", [("adamw_torch_fused", []), ("muon", []), ("sgd", ["tolist"])])
+@pytest.mark.parametrize("optim, expected", [("adamw_torch_fused", []), *slow(("muon", []), ("sgd", ["tolist"]))])
 def test_a_step_does_not_wait_and_starts_little(optim, expected, pretrain, monkeypatch):
     """Backward, clipping, check for divergence and optimizer, but for one that cannot skip a step by itself.
 

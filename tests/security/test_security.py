@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import logging as transformers_logging
 
-from helpers.models import seeded, tiny_config
+from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import ROOT, Malicious, run, run_script, save_model, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel
 from tnn_cli.model_path import check_vocabulary
@@ -98,7 +98,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("size", ["5GB", "40KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("size", ["5GB", *slow("40KB")], ids=["one file", "shards"])
 def test_sizes_that_are_not_those_of_the_weights(size, saved, tmp_path):
     """Within the limits, but more than the files hold: refused before it is allocated."""
     AutoModelForCausalLM.from_pretrained(saved).save_pretrained(tmp_path, max_shard_size=size)
@@ -192,12 +192,13 @@ HARMLESS = {
 
 def test_wrong_types_of_every_field():
     """A configuration is refused with the name of the field, or the value is one that the field may have."""
+    fields = tiny_config().to_dict()
     for field in (field.name for field in dataclasses.fields(TnnConfig)):
         if field not in TnnConfig.__annotations__ or field == "max_kernel_length":
             continue  # what all configurations of transformers have, and what no file sets
         for value in ({"a": [1]}, [None], "text", 2**70, -1.5, float("nan"), float("inf")):
             try:
-                config = TnnConfig.from_dict(tiny_config().to_dict() | {field: value})
+                config = TnnConfig.from_dict(fields | {field: value})
             except Exception as error:
                 assert field in str(error), field
             else:

@@ -29,11 +29,9 @@ MASK[0, :3] = MASK[1, 16:18] = MASK[1, 30:] = 0
 POSITIONS = torch.arange(40).expand(2, 40)
 SINUSOIDAL = {"position_embedding": "sinusoidal"}
 CUBIC = {"ski_interpolation": "cubic"}  # 9 points, and documents of 7 tokens
-# Operator, direction, fields, with padding, with documents.
+# Operator, direction, fields, with padding, with documents. The first is usual.
 CASES = [
-    ("ski", False, SINUSOIDAL | CUBIC, True, True), ("rtf", True, MIXED["hyena"], True, True),
-]  # fmt: skip
-SLOW = [
+    ("rtf", True, MIXED["hyena"], True, True), ("ski", False, SINUSOIDAL | CUBIC, True, True),
     ("rpe", True, {"num_hidden_layers": 2}, False, True), ("fd", False, {}, True, False),
     ("rpe", True, HYBRIDS["full"] | {"num_hidden_layers": 2}, True, True), ("s4d", True, {}, True, False),
     ("rpe", True, {"tno_implementation": "eager", "norm_type": "batchnorm"}, False, True),
@@ -80,7 +78,7 @@ def names_of(backend) -> str:
 
 @pytest.mark.parametrize(
     ("tno_type", "causal", "fields", "masked", "packed"),
-    [*CASES, *slow(*SLOW)],
+    CASES[:1] + slow(*CASES[1:]),
 )
 def test_one_graph(tno_type, causal, fields, masked, packed):
     """SKI has two products in a layer. Rows may have other documents.
@@ -115,7 +113,7 @@ def test_what_no_graph_holds():
     assert tuple(node.args[1].meta["example_value"].shape) == (64, 152)
 
 
-@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), ("fd", False)])
+@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), *slow(("fd", False))])
 def test_a_training_step_is_of_the_products_for_gpus(tno_type, causal, monkeypatch):
     """Forward, and both gradients. FD gives taps to the graph, not a response, which these products do not take."""
     called = []
@@ -156,7 +154,7 @@ def test_a_few_graphs_serve_all_lengths(packed, fields):
     assert len(backend.graphs) <= 3
 
 
-@pytest.mark.parametrize("tno_type", ["rpe", "ski"])
+@pytest.mark.parametrize("tno_type", ["rpe", *slow("ski")])
 def test_no_document_sees_another(tno_type):
     """Not even what is not a number there."""
     model = language_model(tno_type, causal=False)
@@ -166,6 +164,7 @@ def test_no_document_sees_another(tno_type):
     assert logits[:, :16].isfinite().all() and logits[:, 32:].isfinite().all() and logits[:, 16:32].isnan().all()
 
 
+@pytest.mark.slow
 def test_hidden_states_and_checkpointed_activations():
     model, given = language_model(), {"position_ids": POSITIONS % 16}
     expected = results(model, model, **given)
@@ -178,6 +177,7 @@ def test_hidden_states_and_checkpointed_activations():
     assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 5e-6
 
 
+@pytest.mark.slow
 def test_refused():
     """A graph refuses an operator whose `matmul` it cannot divide, which works outside of graphs; two axes too."""
     call, _ = compiled(language_model())

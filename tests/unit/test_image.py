@@ -107,6 +107,7 @@ def striped_pictures() -> list[tuple[Image.Image, int]]:
     return rows
 
 
+@pytest.mark.slow
 def test_training_and_pipeline(tmp_path):
     """With an image processor, Trainer and the pipeline: it learns which way stripes run."""
     torch.manual_seed(0)

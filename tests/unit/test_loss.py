@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from helpers.models import RandomTexts, relative_error, seeded, tiny_config
+from helpers.models import RandomTexts, relative_error, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
 from modeling_tnn.kernels import loss
 from modeling_tnn.kernels.loss import can_skip_logits, eager_loss, linear_cross_entropy
@@ -241,7 +241,7 @@ def test_a_batch_without_labels_is_nan_as_in_transformers():
     assert summed == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("causal, hosts", [(True, ()), (False, ("cpu",))])
+@pytest.mark.parametrize("causal, hosts", [(True, ()), *slow((False, ("cpu",)))])
 def test_compiled(causal, hosts, monkeypatch):
     """One graph, with logits in rows that an accelerator reads aligned, and the gradients of the uncompiled model."""
     model, batch = model_and_batch(causal, num_hidden_layers=1)

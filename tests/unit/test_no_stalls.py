@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
 from helpers.hybrids import HYBRIDS
-from helpers.models import CAUSAL, VARIANTS, image_config, seeded, tiny_config
+from helpers.models import CAUSAL, VARIANTS, image_config, seeded, slow, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForImageClassification,
@@ -69,7 +69,7 @@ def batch(padded: bool, device: str = "cpu"):
     return {name: tensor.to(device) for name, tensor in (given | ({"attention_mask": mask} if padded else {})).items()}
 
 
-@pytest.mark.parametrize(("tno_type", "causal", "fields"), STEPS)
+@pytest.mark.parametrize(("tno_type", "causal", "fields"), STEPS[::2] + slow(*STEPS[1::2]))
 def test_a_training_step(tno_type, causal, fields, monkeypatch):
     """No wait, on the meta device too; loss, gradients and statistics are those of the CPU.
 
@@ -133,8 +133,8 @@ def decode(model, ids, prompt: int, cache) -> torch.Tensor:
     return torch.cat(logits[1:], dim=1)
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize(("tno_type", "fields"), DECODED)
+@pytest.mark.parametrize("fixed", [False, *slow(True)])
+@pytest.mark.parametrize(("tno_type", "fields"), DECODED[:1] + slow(*DECODED[1:-2]) + DECODED[-2:])
 def test_decoding(tno_type, fields, fixed, monkeypatch):
     """No wait but the few at the start, and a look every 64 tokens at a recurrence that may diverge.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.caches import states_of
-from helpers.models import relative_error, seeded, tiny_config
+from helpers.models import relative_error, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, numerics, recurrence, tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
@@ -80,6 +80,7 @@ def test_steps_equal_the_product(kind, blocks):
         assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
 
 
+@pytest.mark.parametrize("blocks", ["small blocks", *slow("usual blocks")], indirect=True)
 @EVERY_KIND
 def test_random_chunks_and_crops_equal_the_product(kind, blocks):
     """After prompts of several lengths: pieces of random length, and wrong continuations that are taken back.

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.hybrids import hybrid_config
-from helpers.models import checkpoint_activations, seeded, tiny_config
+from helpers.models import checkpoint_activations, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
 from modeling_tnn.compile.regions import compile_regions
 
@@ -52,7 +52,9 @@ def assert_same(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("tno_type", "causal", "masked", "graphs"), [("fd", False, True, 2), ("rtf", True, False, 1)])
+@pytest.mark.parametrize(
+    ("tno_type", "causal", "masked", "graphs"), [("rtf", True, False, 1), *slow(("fd", False, True, 2))]
+)
 def test_one_graph_for_all_layers(tno_type, causal, masked, graphs):
     """A second step and evaluation compile nothing. The filters of RTF have a fused function, which needs no graph.
 
@@ -80,6 +82,7 @@ def test_another_length_compiles_once():
     assert backend.frame_count == 4
 
 
+@pytest.mark.slow
 def test_copies_and_decoding():
     """A copy of a compiled model, in memory or on the disk, is one too; texts are generated as without compilation."""
     model = model_of()
@@ -94,6 +97,7 @@ def test_copies_and_decoding():
     assert torch.equal(loaded.eval().generate(IDS, **options), model.eval().generate(IDS, **options))
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_and_dropout():
     """Both ways to compute them again; what is dropped differs from step to step."""
     model = model_of()
@@ -108,6 +112,7 @@ def test_checkpointed_activations_and_dropout():
     assert first == step(regional)[0] != second and backend.frame_count == 2
 
 
+@pytest.mark.slow
 def test_what_runs_uncompiled():
     """Attention, and blocks with batch norm. Hidden states are recorded as always."""
     model = model_of(norm_type="batchnorm")

@@ -283,6 +283,7 @@ def test_forecasts_move_with_their_series():
     assert relative_error(moved, outputs.prediction_outputs * 1000 + 50_000) < 1e-5
 
 
+@pytest.mark.slow
 def test_audio(tmp_path):
     """With transformers' extractor, Trainer and pipeline: it learns whether a tone is high or low."""
     extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)

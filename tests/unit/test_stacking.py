@@ -277,6 +277,7 @@ def test_second_derivatives(monkeypatch):
         assert relative_error(found, expected) < 1e-11
 
 
+@pytest.mark.slow
 def test_compiled(monkeypatch):
     """A traced graph has the kernels in their layers, and no guard on what makes layers alike."""
     monkeypatch.setattr(stacking, "are_alike", None)

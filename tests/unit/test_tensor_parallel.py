@@ -38,6 +38,22 @@ def test_two_processes_are_one(two):
         check(two[name], name)
 
 
+def check_what_is_divided(found: dict[str, dict]):
+    """All that belongs to channels, unless all channels of two processes share a denominator.
+
+    PyTorch 2.11 cannot divide the rows of two filters.
+    """
+    filters = [] if DIVIDES_FILTERS else ["denominator", "direct", "numerator"]
+    replicated = {"explicit-causal": [], "ski-bidirectional": [], "s4d-causal": [], "rtf-causal": []}
+    replicated |= {"rtf-bidirectional": filters, "modal-causal": ["angle", "log_rate"]}
+    replicated |= {"one denominator": ["denominator", "slack"]}
+    assert all(found[name]["replicated"] == replicated[name] for name in replicated.keys() & found.keys())
+    assert not any("out.linear" in name for name in found["rpe-causal"]["replicated"])
+    if DIVIDES_FILTERS:
+        mixers = {"hyena": ["o_proj.bias", "o_proj.weight"], "hyena norm": [], "s4": []}
+        assert all(found[name]["replicated of the mixer"] == mixers[name] for name in mixers.keys() & found.keys())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(transformers.__version__ < "5.23", reason="refuses widths that the processes do not divide")
 @pytest.mark.parametrize("world", [2, 4])
@@ -50,28 +66,18 @@ def test_processes_are_one(world):
     assert {*results["pipeline"]["stages"]} == {*CAUSAL}
     assert all(one["logits"] < 1e-12 and one["same"] for one in results["pipeline"]["stages"].values())
     assert max(results["shards"].values()) < 1e-5, results["shards"]
+    mixed = results["train mixed"]
+    assert mixed["loss"] < 1e-2 and mixed["weights"] < 1e-2, mixed
+    if world == 2:
+        check_what_is_divided(results)
 
 
 def test_what_is_divided(two):
-    """All that belongs to channels, unless all channels of two processes share a denominator.
-
-    PyTorch 2.11 cannot divide the rows of two filters.
-    """
-    assert two["explicit-causal"]["replicated"] == two["ski-bidirectional"]["replicated"] == []
-    assert two["s4d-causal"]["replicated"] == two["rtf-causal"]["replicated"] == []
-    filters = [] if DIVIDES_FILTERS else ["denominator", "direct", "numerator"]
-    assert two["rtf-bidirectional"]["replicated"] == filters
-    assert two["modal-causal"]["replicated"] == ["angle", "log_rate"]
-    if DIVIDES_FILTERS:
-        assert two["hyena"]["replicated of the mixer"] == ["o_proj.bias", "o_proj.weight"]
-        assert two["hyena norm"]["replicated of the mixer"] == two["s4"]["replicated of the mixer"] == []
-    assert two["one denominator"]["replicated"] == ["denominator", "slack"]
-    assert not any("out.linear" in name for name in two["rpe-causal"]["replicated"])
+    check_what_is_divided(two)
 
 
 def test_training_and_texts_that_are_continued(two):
     assert two["train"]["loss"] < 1e-5 and two["train"]["weights"] < 1e-5
-    assert two["train mixed"]["loss"] < 1e-2 and two["train mixed"]["weights"] < 1e-2, two["train mixed"]
     assert two["continue"]["logits"] < 1e-9 and two["continue"]["pickled"] == 0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.models import relative_error, seeded, tiny_config
+from helpers.models import relative_error, seeded, slow, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from modeling_tnn import TnnForCausalLM, TnnModel
 from modeling_tnn.tno_auto import build_tno
@@ -100,7 +100,7 @@ def test_the_end_of_the_filter(implementation):
     assert zeros.generate(ids, max_new_tokens=9, **options).shape[1] == 41
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, *slow(False)])
 @torch.no_grad()
 def test_packed_rows_longer_than_the_filter(causal):
     """It limits each document, in a graph too, which serves all of them."""
