@@ -154,7 +154,7 @@ def test_a_few_graphs_serve_all_lengths(packed, fields):
     assert len(backend.graphs) <= 3
 
 
-@pytest.mark.parametrize("tno_type", ["rpe", *slow("ski")])
+@pytest.mark.parametrize("tno_type", ["ski", *slow("rpe")])
 def test_no_document_sees_another(tno_type):
     """Not even what is not a number there."""
     model = language_model(tno_type, causal=False)

@@ -133,7 +133,7 @@ def decode(model, ids, prompt: int, cache) -> torch.Tensor:
     return torch.cat(logits[1:], dim=1)
 
 
-@pytest.mark.parametrize("fixed", [False, *slow(True)])
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("tno_type", "fields"), DECODED[:1] + slow(*DECODED[1:-2]) + DECODED[-2:])
 def test_decoding(tno_type, fields, fixed, monkeypatch):
     """No wait but the few at the start, and a look every 64 tokens at a recurrence that may diverge.

@@ -82,7 +82,6 @@ def test_another_length_compiles_once():
     assert backend.frame_count == 4
 
 
-@pytest.mark.slow
 def test_copies_and_decoding():
     """A copy of a compiled model, in memory or on the disk, is one too; texts are generated as without compilation."""
     model = model_of()
