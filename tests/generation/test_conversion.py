@@ -89,6 +89,7 @@ def test_stays_close_on_a_text():
     assert torch.equal(after.argmax(-1), before.argmax(-1))
 
 
+@pytest.mark.slow
 def test_float32_recurrence_stays_with_its_float64_self():
     converted = lively_language_model(**KERNELS["rpe"]).to_recurrent()[0].requires_grad_(False)
     operator = operators(converted)[0]

@@ -115,7 +115,7 @@ def test_stop_strings():
 
 class TestEveryModel(CacheTests):
     kinds = MODELS
-    few = ("rpe-medium-decay", "hyena", "sliding")
+    few = ("rpe-medium-decay", "sliding", "hyena")
     slow = ("rpe-learnable-decay", "fd", "s4d", "modal", "explicit", "implicit", "s4", "sinusoidal")
 
 

@@ -99,7 +99,7 @@ class CacheTests:
 
     Attributes:
         kinds: fields of the configurations of models, by names.
-        few: the kinds that show what does not depend on them.
+        few: the kinds that show what does not depend on them; the usual tests have the first two.
         slow: the kinds that `make test-slow` adds.
     """
 
@@ -109,7 +109,7 @@ class CacheTests:
 
     def pytest_generate_tests(self, metafunc):
         usual = [name for name in self.kinds if name not in self.slow]
-        for fixture, names in (("model", usual + slow(*self.slow)), ("chosen", self.few)):
+        for fixture, names in (("model", usual + slow(*self.slow)), ("chosen", [*self.few[:2], *slow(*self.few[2:])])):
             if fixture in metafunc.fixturenames:
                 metafunc.parametrize(fixture, names, indirect=True)
 

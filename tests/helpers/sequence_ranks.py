@@ -255,6 +255,6 @@ def cases(slow: bool) -> dict:
     """The cases of `make test`, or all."""
     names = CASES.keys() if slow else USUAL
     others = {"generate": partial(generate, CAUSAL if slow else ["rtf"]), "count": count}
-    others |= {"train": train, "engines": engines, "refuse": refuse}
-    others |= {"train mixed": partial(train, mixed=True)} if slow else {}
+    others |= {"train": train, "refuse": refuse}
+    others |= {"train mixed": partial(train, mixed=True), "engines": engines} if slow else {}
     return {name: partial(check, *CASES[name]) for name in names} | others

@@ -245,7 +245,7 @@ def test_device_map_with_offload_to_disk(head, folder, inputs, tmp_path):
     assert torch.equal(first_output(loaded, inputs), first_output(expected, inputs))
 
 
-@heads(TnnForMaskedLM, slow=[head for head in AUTO if head is not TnnForMaskedLM])
+@heads(slow=[*AUTO])
 def test_export(head, folder, inputs, tokenizer):
     """One program for all batch sizes and lengths, padded ones too."""
     model = AUTO[head].from_pretrained(folder, use_cache=False).eval()

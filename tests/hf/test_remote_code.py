@@ -117,6 +117,8 @@ def test_heads_and_variants(every, tmp_path):
         assert all(torch.equal(changed[name], 0.9 * value) for name, value in model.named_parameters())
         assert relative_error(outputs[f"{folder}/changed"], again(INPUT_IDS)[0]) < UNALIGNED
         assert load_file(f"{folder}/again/model.safetensors").keys() <= model.state_dict().keys()
+    if not every:
+        return
     resaved = [(auto, f"{folder}/again") for auto, folder in saved]
     run(LOAD, json.dumps(resaved), tmp_path / "twice", folder=tmp_path)
     twice = load_file(tmp_path / "twice")

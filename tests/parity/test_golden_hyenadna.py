@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
 from helpers.hub_server import WITHOUT_THE_PACKAGE, HubServer, Repo, client, environment
-from helpers.models import relative_error
+from helpers.models import relative_error, slow
 from helpers.parity import Case, named_cases, over
 from helpers.scripts import ROOT, run_script
 from modeling_tnn.original import conversion
@@ -78,7 +78,7 @@ def write_folder(case: Case, form: str, folder):
     (folder / "config.json").write_text(json.dumps(options))
 
 
-@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin", "weights.ckpt"])
+@pytest.mark.parametrize("form", ["model.safetensors", *slow("pytorch_model.bin", "weights.ckpt")])
 def test_folders_of_the_hub(form, tmp_path):
     """Hidden states of the converted folder, also after it is saved again, and a text that its tokenizer reads."""
     case = Case("hyenadna/tiny", "2")
@@ -94,7 +94,7 @@ def test_folders_of_the_hub(form, tmp_path):
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     written = model.double().generate(**prompt, **options)
     assert torch.equal(written, model.generate(**prompt, use_cache=False, **options))
-    if form == "model.safetensors":  # where the package is not installed
+    if form == "pytorch_model.bin":  # where the package is not installed
         torch.save(case.ids("ids"), tmp_path / "ids")
         program = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD]
         environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}

@@ -45,6 +45,7 @@ def test_ends_by_source(tmp_path, tokenizer):
     tokenizer.eos_token = before
 
 
+@pytest.mark.slow
 def test_the_demo_corpus():
     """The chapters of the King James Bible; where its last twentieth is held out no chapter ends."""
     corpus = load_corpus()

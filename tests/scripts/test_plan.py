@@ -53,8 +53,8 @@ def real_ddp(model: PreTrainedModel, *_) -> tuple:
     ("engine", "processes", "fields", "options"),
     [
         ("", 1, {}, {"mixed_precision": "bf16", "optim": "muon"}),
-        ("sp", 4, {}, {}),
         *slow(
+            ("sp", 4, {}, {}),
             ("", 1, {"tno_type": "rtf", "rtf_state_size": 8}, {"gradient_checkpointing": True}),
             ("ddp", 4, {"tno_type": "ski", "ski_rank": 8, "causal": False}, {"objective": "mlm"}),
             ("fsdp2", 4, {"tno_type": "fd", "hidden_size": 256}, {"mixed_precision": "bf16"}),

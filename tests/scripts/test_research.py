@@ -150,6 +150,7 @@ def test_state_size(measure):
     assert kept[100, "s4", 64] < 0.5 * (6 * 64 * 51 * 8 / 2**20), "no Cauchy matrix"
 
 
+@pytest.mark.slow
 def test_long_range(measure):
     """The transformer has as many parameters as the TNN, but for its table of positions."""
     rows, shown = measure("long_range", "--lengths 64 70 --config_overrides num_hidden_layers=2")
@@ -178,6 +179,7 @@ def operator_with(decay: float):
     return seeded(TnnForCausalLM, tiny_config(decay=decay)).double().model.layers[0].mixer.tno
 
 
+@pytest.mark.slow
 @EVERY_FIT
 def test_recovers_a_decaying_kernel(fit):
     """A kernel that is a decaying exponential in every channel is found, and its pole is the largest one."""

@@ -223,6 +223,7 @@ def test_script_on_pairs(tmp_path):
     assert task.tokenizer().decode(data["train"][0]["input_ids"][0], skip_special_tokens=True) == 'a "text"'
 
 
+@pytest.mark.slow
 def test_passages_of_two_books_are_told_apart(tmp_path):
     """Each book has its own letters. Both passages of a pair have the length that was asked for, less their ends."""
     texts = [(letters * 200)[start : start + 300] for letters in ("abcd ", "wxyz.") for start in (0, 300)]

@@ -241,7 +241,7 @@ def test_a_batch_without_labels_is_nan_as_in_transformers():
     assert summed == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("causal, hosts", [(True, ()), *slow((False, ("cpu",)))])
+@pytest.mark.parametrize("causal, hosts", slow((True, ()), (False, ("cpu",))))
 def test_compiled(causal, hosts, monkeypatch):
     """One graph, with logits in rows that an accelerator reads aligned, and the gradients of the uncompiled model."""
     model, batch = model_and_batch(causal, num_hidden_layers=1)
