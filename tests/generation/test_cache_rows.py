@@ -14,7 +14,7 @@ from modeling_tnn.serving.rows import bytes_of_text, drop_padding, put_texts, ro
 # Kinds of states, and settings with which a block or a history has another form.
 MORE = {"rpe-long": {"tno_type": "rpe", "decay": 0.97}, "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192}}
 EVERY_MODEL = pytest.mark.parametrize(
-    "name", ["rpe-long", "rtf", "sliding", *slow("rpe-no-decay", "modal", "sinusoidal", "hyena", "fd-tiles")]
+    "name", ["rpe-long", "fd-tiles", "rtf", "modal", "sliding", *slow("rpe-no-decay", "sinusoidal", "hyena")]
 )
 TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))
 

@@ -31,7 +31,7 @@ SINUSOIDAL = {"position_embedding": "sinusoidal"}
 CUBIC = {"ski_interpolation": "cubic"}  # 9 points, and documents of 7 tokens
 # Operator, direction, fields, with padding, with documents. The first is usual.
 CASES = [
-    ("rtf", True, MIXED["hyena"], True, True), ("ski", False, SINUSOIDAL | CUBIC, True, True),
+    ("ski", False, SINUSOIDAL | CUBIC, True, True), ("rtf", True, MIXED["hyena"], True, True),
     ("rpe", True, {"num_hidden_layers": 2}, False, True), ("fd", False, {}, True, False),
     ("rpe", True, HYBRIDS["full"] | {"num_hidden_layers": 2}, True, True), ("s4d", True, {}, True, False),
     ("rpe", True, {"tno_implementation": "eager", "norm_type": "batchnorm"}, False, True),
