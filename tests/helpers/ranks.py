@@ -32,7 +32,7 @@ def start(world: int, slow: bool = False) -> dict[str, dict]:
         slow: all cases, and not those of the usual tests.
 
     Raises:
-        AssertionError: a process has failed, with the end of what it has printed.
+        AssertionError: a process has failed, with its status and the end of what it has printed.
     """
     results, error = _outcome(world, slow)
     assert error is None, error
@@ -67,7 +67,7 @@ def _started(world: int, slow: bool) -> tuple[dict[str, dict], str | None]:
             if time.monotonic() > deadline:
                 return {}, f"too slow, or hanging: {[one.output()[1][-2000:] for one in started]}"
             time.sleep(0.02)
-        failed = [one.output()[1][-4000:] for one in started if one.returncode]
+        failed = [f"status {one.returncode}: {one.output()[1][-4000:]}" for one in started if one.returncode]
         return ({}, failed[0]) if failed else (json.loads(started[0].output()[0].splitlines()[-1]), None)
     finally:
         for one in started:
