@@ -25,10 +25,18 @@ def folder_of_the_run(tmp_path_factory):
 
 
 def pytest_configure(config):
-    """The fixtures of `helpers`, but for a process that has workers: these start without its imports."""
+    """The fixtures of `helpers`, but for a process that has workers: these start without its imports.
+
+    What is imported stays, and is no garbage to look for until all tests are known.
+    """
+    gc.disable()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         for name in ("helpers.glue", "helpers.programs"):
             config.pluginmanager.import_plugin(name)
+
+
+def pytest_collection_finish(session):
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc):

@@ -21,11 +21,11 @@ STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataload
 
 def test_resumed_is_unbroken(tmp_path):
     """A masked model; causal ones in `test_faults_training.py`, where signals stop them."""
-    options = pretrain_options(tmp_path, "mlm")
+    options = pretrain_options(tmp_path, "mlm") + ["--max_steps", 28]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_script("pretrain", *options, "--output_dir", whole, "--checkpointing_steps", 17)
+    run_script("pretrain", *options, "--output_dir", whole, "--checkpointing_steps", 9)
     resumed.mkdir()
-    shutil.copytree(whole / "checkpoint-34", resumed / "checkpoint-34")
+    shutil.copytree(whole / "checkpoint-18", resumed / "checkpoint-18")
     run_script("pretrain", *options, "--output_dir", resumed, "--resume_from_checkpoint", "latest")
     for name in ("", "best"):
         assert_same_weights(whole / name, resumed / name)

@@ -240,7 +240,7 @@ def test_the_compiler(name):
     assert torch.equal(generate(model, TEXT[:, :20], 100, compiling("inductor")), expected)
 
 
-@pytest.mark.parametrize("length, new", [(1, 20), (600, 20)])
+@pytest.mark.parametrize("length, new", [(1, 20), *slow((600, 20))])
 def test_a_static_cache_is_no_longer_than_its_text(length, new):
     """The kernel of a slow decay has 20,000 taps, and the text has none so far away."""
     model, prompt = model_of("rpe", decay=0.999), TEXT[:1].repeat(1, 4)[:, :length]

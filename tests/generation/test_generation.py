@@ -116,7 +116,8 @@ def test_stop_strings():
 class TestEveryModel(CacheTests):
     kinds = MODELS
     few = ("rpe-medium-decay", "sliding", "hyena")
-    slow = ("rpe-learnable-decay", "fd", "s4d", "modal", "explicit", "implicit", "s4", "sinusoidal")
+    slow = ("rpe-learnable-decay", "rpe-no-decay", "fd", "s4d", "modal", "explicit", "implicit", "s4", "sinusoidal",
+            "attention")  # fmt: skip
 
 
 @pytest.mark.slow

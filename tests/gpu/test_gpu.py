@@ -11,7 +11,6 @@ import os
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 from transformers import CompileConfig
 
 from helpers.models import relative_error, seeded, tiny_config
@@ -149,6 +148,8 @@ def test_a_compiled_step(tno_type):
 @pytest.mark.parametrize("rows, pads", [(1, 0), (3, 4)])
 def test_compiled_decoding(rows, pads, monkeypatch):
     """Three texts give the tokens of the usual decoding. After the first one, no CUDA graph is recorded any more."""
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager  # seconds, in each process that collects tests
+
     recorded, record = [], CUDAGraphTreeManager.record_function
 
     def counting(self, *args):

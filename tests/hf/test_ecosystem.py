@@ -79,7 +79,7 @@ def leaves(nested) -> dict:
     return {"": nested}
 
 
-@heads(TnnForCausalLM, TnnForTokenClassification, slow=(TnnForMaskedLM, TnnForSequenceClassification))
+@heads(TnnForTokenClassification, slow=(TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification))
 def test_trainer(head, folder, tokenizer, tmp_path):
     """The loss falls, a checkpoint loads, and the trained model is what was saved."""
     rows = [tokenizer(text, return_token_type_ids=False) for text in SENTENCES] * 8
@@ -123,7 +123,7 @@ WAYS = {
 }
 
 
-@heads(*LANGUAGE_MODELS, slow=OTHERS)
+@heads(TnnForCausalLM, slow=[TnnForMaskedLM, *OTHERS])
 def test_lora(head, folder, inputs, tmp_path):
     """Adapters sit on the GTU and the GLU, are trained, change the output; merged, saved and taken off again.
 
@@ -162,7 +162,7 @@ def weight_only(bits: int):
     return TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups))
 
 
-@heads(*LANGUAGE_MODELS, slow=OTHERS)
+@heads(TnnForMaskedLM, slow=[TnnForCausalLM, *OTHERS])
 def test_quantized(head, folder, inputs, tmp_path):
     """Weights of the GTU and the GLU are integers, those of kernels are not; outputs stay close; saved and loaded."""
     expected = first_output(AUTO[head].from_pretrained(folder), inputs)

@@ -106,7 +106,7 @@ def logged(trainer, name: str) -> list[float]:
 
 
 @heads(TnnForCausalLM)
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, *slow(False)])
 def test_trl_sft(head, folder, packing, tmp_path):
     """Packed texts do not see each other: the loss of a batch is that of its texts one by one. The loss falls."""
     args = settings("SFT", tmp_path, packing=packing, max_length=64, max_steps=8, per_device_train_batch_size=2)

@@ -54,7 +54,7 @@ def direct(model, tokens: int, length: int, stride: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name, stride, tokens_per_pass", [("tnn", None, 10), ("gpt2", 7, 10), *slow(("tnn", 7, 1000))]
+    "name, stride, tokens_per_pass", [("tnn", None, 10), *slow(("gpt2", 7, 10), ("tnn", 7, 1000))]
 )
 def test_definition(name, stride, tokens_per_pass, folder):
     """All lengths score the same tokens, for any length of the last row; a bin has those of as much context."""

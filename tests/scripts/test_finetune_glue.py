@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 
 from helpers import processes
 from helpers.glue import glue_options, rows
+from helpers.models import slow
 from helpers.scripts import ROOT, read, run_script, table_rows, tree, write_config
 from modeling_tnn import TnnConfig
 from modeling_tnn.data.glue import TASKS, load_files, load_set, load_task, metrics_of, score
@@ -275,7 +276,9 @@ def exchanged(trained, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("kind, labels", [("task", ["negative", "positive"]), ("json", ["Negative", "POSITIVE"])])
+@pytest.mark.parametrize(
+    "kind, labels", [("task", ["negative", "positive"]), *slow(("json", ["Negative", "POSITIVE"]))]
+)
 def test_a_trained_classifier_keeps_its_labels(kind, labels, exchanged, sst2, tmp_path):
     """In evaluation, prediction and further training, classes of the data are those of the same name."""
     films, out = rows(20, seed=20), tmp_path / "out"

@@ -49,7 +49,7 @@ def save_gpt2(folder):
     GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["mlm", "gpt2"])
+@pytest.mark.parametrize("kind", ["mlm", *slow("gpt2")])
 def test_model_tokenizer_arguments_and_figures_are_saved(kind, pretrain, tmp_path):
     """Best model and checkpoints load as any model does."""
     output, masked = tmp_path / "out", kind == "mlm"

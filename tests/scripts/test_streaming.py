@@ -78,7 +78,7 @@ def test_weights(weights, folder):
     assert weights or [text[0] for text in found[:4]] == list("abab")
 
 
-@pytest.mark.parametrize("processes, workers, masked", [(1, 2, True), (2, 0, True), (3, 1, False)])
+@pytest.mark.parametrize("processes, workers, masked", [(1, 2, True), (2, 0, True), *slow((3, 1, False))])
 def test_examples_by_number(processes, workers, masked, folder, tokenizer):
     """Example i is the same for any number of processes and workers."""
     mixed = mixture(folder, "a.parquet", "b.jsonl", weights=[0.5, 0.5], parts=4)

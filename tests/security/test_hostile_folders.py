@@ -120,7 +120,7 @@ def offline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.mark.parametrize("count", [15, *exhaustive(3000)])
+@pytest.mark.parametrize("count", [8, *exhaustive(3000)])
 def test_any_files(count, saved, tmp_path, monkeypatch, capsys):
     for seed in range(count):
         chance, folder = random.Random(seed), tmp_path / f"folder{seed}"

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 import modeling_tnn
 from helpers.hybrids import HYBRIDS, hybrid_config
-from helpers.models import VARIANTS, relative_error, seeded, tiny_config
+from helpers.models import VARIANTS, relative_error, seeded, slow, tiny_config
 from modeling_tnn import (
     TnnConfig,
     TnnForCausalLM,
@@ -269,7 +269,15 @@ def test_a_model_keeps_what_it_was_built_with(tmp_path):
 OPERATOR_FIELDS = [{"tno_type": name, "causal": causal} for name, causal in VARIANTS]
 
 
-@pytest.mark.parametrize("fields", [*OPERATOR_FIELDS, {"causal": False, "rpe_input": "normalized"}, HYBRIDS["full"]])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *OPERATOR_FIELDS[::2],
+        {"causal": False, "rpe_input": "normalized"},
+        HYBRIDS["full"],
+        *slow(*OPERATOR_FIELDS[1::2]),
+    ],
+)
 def test_a_maximum_at_load_changes_nothing(fields, tmp_path):
     """Nor for a configuration that was saved before the lengths of the operators were fields."""
     model = seeded(TnnModel, tiny_config(**fields))

@@ -232,7 +232,7 @@ class TestRecorded(ProductTests):
         return gated_recorded(v, kernel, first, gate, "fused")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, *slow(torch.bfloat16)])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "response"])
 def test_products_in_a_graph(kind, dtype):
     """Of every kind, with taps shorter and longer than the text."""

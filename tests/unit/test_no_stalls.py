@@ -161,7 +161,7 @@ def test_decoding(tno_type, fields, fixed, monkeypatch):
         decode(model.to("meta"), ids[:, :20].to("meta"), 9, DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize("prompt", [3, 150])
+@pytest.mark.parametrize("prompt", [3, *slow(150)])
 @torch.no_grad()
 def test_a_learned_decay_bounds_the_state(prompt, monkeypatch):
     """Its number of taps is read when the text is continued, also by a copy of the model."""

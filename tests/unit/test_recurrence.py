@@ -33,6 +33,9 @@ KINDS = {
     "hyena": {"tno_type": "hyena", "max_position_embeddings": 50},
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+# Others of the usual kinds have the same states.
+ALIKE = ("rpe-learnable-decay", "rpe-decay-one", "rpe-slow-decay", "fd-long", "rtf-odd-length", "rtf-no-constraint")
+EVERY_STATE = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ALIKE] + slow(*ALIKE))
 
 
 @pytest.fixture(params=["usual blocks", "small blocks"])
@@ -81,7 +84,7 @@ def test_steps_equal_the_product(kind, blocks):
 
 
 @pytest.mark.parametrize("blocks", ["small blocks", *slow("usual blocks")], indirect=True)
-@EVERY_KIND
+@EVERY_STATE
 def test_random_chunks_and_crops_equal_the_product(kind, blocks):
     """After prompts of several lengths: pieces of random length, and wrong continuations that are taken back.
 
@@ -145,7 +148,7 @@ def test_blocks_of_many_texts(order):
 
 
 @pytest.mark.parametrize("blocks", ["small blocks"], indirect=True)
-@EVERY_KIND
+@EVERY_STATE
 def test_crops_across_the_start_of_a_block(kind, blocks):
     """Wrong tokens, a few more each time, end in the block or behind it."""
     operator = operator_of(kind)
