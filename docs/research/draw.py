@@ -217,7 +217,7 @@ def draw_long_range():
             axes.plot(range(1, 6), figures, "o-", markersize=4, label=row["model"].removeprefix("here: "))
         axes.set(xlabel="length in units of 1,024 tokens", ylabel=label, xticks=range(1, 6))
         axes.grid(alpha=0.3)
-    panels[0].set(yscale="log", yticks=(0.5, 1, 2, 5, 10), yticklabels=("0.5", "1", "2", "5", "10"))
+    panels[0].set(yscale="log", yticks=(0.2, 0.5, 1, 2, 5, 10), yticklabels=("0.2", "0.5", "1", "2", "5", "10"))
     panels[1].set_ylim(bottom=0)
     panels[1].legend(fontsize=8)
     save(figure, "lra-lengths")
