@@ -116,8 +116,7 @@ def test_stop_strings():
 class TestEveryModel(CacheTests):
     kinds = MODELS
     few = ("rpe-medium-decay", "sliding", "hyena")
-    slow = ("rpe-learnable-decay", "rpe-no-decay", "fd", "s4d", "modal", "explicit", "implicit", "s4", "sinusoidal",
-            "attention")  # fmt: skip
+    slow = ("rpe-learnable-decay", "rpe-no-decay", "fd", "s4d", "modal", "explicit", "implicit", "s4", "sinusoidal")
 
 
 @pytest.mark.slow

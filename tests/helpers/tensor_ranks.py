@@ -29,9 +29,9 @@ NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
 # Operator, direction and fields.
 ALL = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) for name, causal in VARIANTS}
 CASES = {name: ALL[name] for name in ("rpe-causal", "rtf-bidirectional")}
-CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1})}
+CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1}), "s4": ("rtf", True, MIXED["s4"])}
 SLOW = {name: case for name, case in ALL.items() if name not in CASES}
-SLOW |= {"hyena": ("rtf", True, MIXED["hyena"]), "s4": ("rtf", True, MIXED["s4"])}
+SLOW |= {"hyena": ("rtf", True, MIXED["hyena"])}
 SLOW |= {"hyena norm": ("hyena", False, {"toeplitz_mixer": "hyena", "hyena_norm": True})}
 # The heads are divided too.
 SLOW |= {"hybrid": ("rpe", True, HYBRIDS["full"] | {"num_key_value_heads": 4})}
