@@ -3,7 +3,7 @@
     y_i = sum_j t_{i-j} v_j
 
 B batch, L length, D channels. A variant is a subclass that defines the coefficients t. It needs a file of its own, and
-one line in `tno_auto.py` or, outside the package, one call of `register_operator`.
+an entry in `tno_auto.py` and in `configuration_tnn.py` or, outside the package, one call of `register_operator`.
 """
 
 from collections.abc import Callable
