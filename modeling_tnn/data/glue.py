@@ -1,6 +1,7 @@
 """The nine GLUE tasks, or files and data sets of the same form: columns, classes, splits and metrics."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from datasets import ClassLabel, DatasetDict, Value, get_dataset_config_names, load_dataset
@@ -34,14 +35,14 @@ METRICS = {
 }
 FUNCTIONS = {
     "accuracy": accuracy_score,
-    "f1": f1_score,
+    # Of class 1 of two; what a model predicts may be no class of the data.
+    "f1": partial(f1_score, labels=[1], average="macro", zero_division=0),
     "matthews_correlation": matthews_corrcoef,
     "mse": mean_squared_error,
     "pearson": lambda references, predictions: pearsonr(references, predictions).statistic,
     "spearmanr": lambda references, predictions: spearmanr(references, predictions).statistic,
 }
-# Words with which pandas marks missing values in CSV files are text here, and an empty cell is missing.
-NA_IS_TEXT = {"keep_default_na": False, "na_values": [""]}
+OF_VALUES = ("mse", "pearson", "spearmanr")
 HUB_NAME = "nyu-mll/glue"
 # Columns of files that are never sentences.
 NO_SENTENCES = ("label", "idx", "id")
@@ -109,7 +110,11 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
     kinds = {split: builder_of(file) for split, file in files.items()}
     if "text" in kinds.values():
         raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {', '.join(files.values())}")
-    splits = DatasetDict({s: load_file(f, **(NA_IS_TEXT if kinds[s] == "csv" else {})) for s, f in files.items()})
+    splits = DatasetDict(train=load_file(train))
+    # What is text in training is text: in another file it may look like numbers.
+    texts = {name: _text for name in splits["train"].column_names if is_text(splits["train"], name)}
+    for split in [*files][1:]:
+        splits[split] = load_file(files[split], **({"converters": texts} if kinds[split] == "csv" else {}))
     return with_columns(TaskData(None, splits, ()), files, sentence_keys)
 
 
@@ -236,8 +241,14 @@ def metrics_of(task: str | None, regression: bool = False) -> tuple[str, ...]:
 
 
 def score(names: tuple[str, ...], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """The metrics of these names, of `(N,)` each."""
+    """The metrics of these names, of `(N,)` each; not a number unless all predictions are finite."""
+    if not np.isfinite(predictions).all():
+        return dict.fromkeys(names, float("nan"))
     return {name: float(FUNCTIONS[name](references, predictions)) for name in names}
+
+
+def _text(cell: str) -> str | None:
+    return cell or None
 
 
 def _number_classes(source: str, data: TaskData):

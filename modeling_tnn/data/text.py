@@ -13,6 +13,7 @@ epoch `e = i // N`. Each example draws its masked tokens with a separate generat
 integer: a resumed run, or one with another number of processes, sees the same examples.
 """
 
+import glob
 import logging
 import multiprocessing
 import os
@@ -41,6 +42,8 @@ logger = logging.getLogger("data")
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 # Further tokens of a masked language model; its sentences are between <s> and </s>.
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+# Words with which pandas marks missing values in CSV files are text here, and an empty cell is missing.
+NA_IS_TEXT = {"keep_default_na": False, "na_values": [""]}
 ROWS_AT_ONCE = 10_000
 # Rows that are worth a further process, and the most processes unless they are given.
 ROWS_OF_PROCESS, MOST_PROCESSES = 100_000, 8
@@ -109,8 +112,10 @@ def load_file(file: str, **options) -> Dataset:
     builder = builder_of(file)
     if builder == "text":  # the byte order mark would be a character
         options["encoding"] = ENCODING
-    try:
-        return load_dataset(builder, data_files=file, split="train", **options)
+    if builder == "csv":
+        options = NA_IS_TEXT | options
+    try:  # not the name as a pattern: `draft[1].txt` is not `draft1.txt`
+        return load_dataset(builder, data_files=glob.escape(file), split="train", **options)
     except (DatasetsError, ValueError) as error:
         raise ValueError(f"The file {file} has no rows that can be read: {error.__cause__ or error}") from error
 

@@ -81,17 +81,21 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
             f"{path} is refused: it is damaged, or it holds objects other than tensors and options, and reading these "
             f"would run code. If you trust the file, save its tensors as .safetensors. {str(error)[:200]}"
         ) from error
-    state = next((content[name] for name in ("model", "state_dict") if name in content), content)
+    state = content
+    if isinstance(content, dict):
+        state = next((content[name] for name in ("model", "state_dict") if name in content), content)
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} must hold the tensors of a model by their names, got {type(state).__name__}")
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, options_of(content)
 
 
 def options_of(content: dict) -> dict:
     """The options in a fairseq checkpoint: `args`, or `cfg` with those of the task and of the model."""
-    cfg = content.get("cfg") or {}
-    found = {}
+    cfg, found = content.get("cfg"), {}
+    cfg = cfg if isinstance(cfg, dict) else {}
     for part in (cfg.get("task"), cfg.get("model"), content.get("args")):
-        found |= vars(part) if isinstance(part, argparse.Namespace) else (part or {})
+        found |= vars(part) if isinstance(part, argparse.Namespace) else part if isinstance(part, dict) else {}
     return found
 
 

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from tnn_cli.model_path import PARTS, check_device, check_vocabulary, check_writing, load, naming
-from tnn_cli.sampling import with_sampling
+from tnn_cli.sampling import sampling, with_sampling
 
 from ..cache_tnn import CACHE
 from .pieces import PieceStreamer
@@ -54,7 +54,7 @@ def with_defaults(model: PreTrainedModel, options: dict) -> tuple[dict, dict]:
     """The options of `generate` with a number of new tokens, and the same with sampling unless they search."""
     options = options if "max_length" in options else {"max_new_tokens": 100} | options
     asked = copy.deepcopy(model.generation_config)
-    asked.update(**(options | {"do_sample": None}))
+    asked.update(**(sampling() | options | {"do_sample": None}))
     return options, with_sampling(options, is_plain=asked.get_generation_mode() == GenerationMode.GREEDY_SEARCH)
 
 

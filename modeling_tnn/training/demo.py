@@ -35,6 +35,8 @@ def build_trainer(args, config: PreTrainedConfig) -> Trainer:
     tokenizer = train_tokenizer(corpus["train"], config.vocab_size)
     config.vocab_size, length = len(tokenizer), config.max_position_embeddings
     blocks = {split: pack(texts, tokenizer, length, split=split) for split, texts in corpus.items()}
+    if short := [split for split, packed in blocks.items() if len(packed) == 0]:
+        raise ValueError(f"The {short[0]} text must have at least one block of {length} tokens, got fewer")
     model = AutoModelForCausalLM.from_config(config)
     shown = "%s parameters, operator %s; %d training and %d validation blocks of %d tokens"
     sizes = len(blocks["train"]), len(blocks["validation"]), length

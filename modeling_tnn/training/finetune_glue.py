@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import itertools
 import logging
+import math
 import statistics
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ from tnn_cli.tables import ERRORS, format_metric, markdown_table
 from tnn_cli.training_arguments import fine_tuning_of
 
 from ..data.glue import (
+    OF_VALUES,
     TaskData,
     load_files,
     load_set,
@@ -53,6 +56,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("finetune_glue")
 
 
+def check_metric(name: str, classes: list[str] | None):
+    """Raise a ValueError for a metric that the labels do not have: `classes`, or values if it is None."""
+    if classes is None and name not in OF_VALUES:
+        raise ValueError(f"--metric_name must be one of {', '.join(OF_VALUES)} for values to predict, got {name}")
+    if classes is not None and name == "f1" and len(classes) > 2:
+        raise ValueError(f"--metric_name must be another one with more than two classes, got f1 and {len(classes)}")
+
+
 class Task:
     """A task with its metric and its tokenized data, which all runs of a sweep share."""
 
@@ -61,7 +72,7 @@ class Task:
         self.is_regression = data.label_names is None
         self.metrics = (args.metric_name,) if args.metric_name else metrics_of(data.name, self.is_regression)
         self.main_metric = self.metrics[0]
-        self.best = min if self.main_metric in ERRORS else max
+        check_metric(self.main_metric, data.label_names)
         self.tokenizer = load(AutoTokenizer, args.model_name_or_path, trust_remote_code=args.trust_remote_code)
         require_padding(self.tokenizer, "tnn finetune-glue")
         for names, limit in (
@@ -74,6 +85,11 @@ class Task:
         self.new_head = False
         self.config = self.build_config()
         self.splits = tokenize_task(data, self.tokenizer, args.max_seq_length, args.pad_to_max_length)
+
+    def best(self, scores: Iterable, key: Callable = float):
+        """The best of some scores, or of what has a score by `key`. What is not a number is the worst."""
+        sign = -1 if self.main_metric in ERRORS else 1
+        return max(scores, key=lambda one: -math.inf if math.isnan(key(one)) else sign * key(one))
 
     def build_config(self) -> PreTrainedConfig:
         """The configuration of the model. The labels of the data become numbers of its outputs."""

@@ -223,7 +223,7 @@ def read_evaluation(report: dict, folder: Path | None = None, config: TnnConfig 
     file = settings["validation_file"]
     of = f"the text {Path(file).name}" if file else f"the {settings['split']} part of the data"
     figures = ("length", "perplexity", "bits_per_byte", "tokens")
-    rows = [row for row in rows if row["stride"] is None]
+    rows = sorted((row for row in rows if row["stride"] is None), key=lambda row: row["length"])
     found = {"of": of, "rows": [{name: row[name] for name in figures if row.get(name) is not None} for row in rows]}
     return found | ({"mlm_probability": settings["mlm_probability"]} if masked else {})
 

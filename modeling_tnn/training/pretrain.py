@@ -32,7 +32,7 @@ from tnn_cli.atomic import SavingError, claim, new_files, new_folder, read_json,
 from tnn_cli.commands import next_steps
 from tnn_cli.model_path import check_vocabulary, load
 from tnn_cli.parser import load_config, parse_overrides
-from tnn_cli.runs import STATE, check_run, checkpoints, find_checkpoint, prune, verify_checksums
+from tnn_cli.runs import STATE, check_run, checkpoints, continues, find_checkpoint, remove_others, verify_checksums
 from tnn_cli.text_files import check_file, is_fasta
 from tnn_cli.training_arguments import PretrainArguments, choose_schedule
 
@@ -109,7 +109,7 @@ def check_before_start(args: PretrainArguments):
         verify_checksums(resumed)
     args.resume_from_checkpoint = None if resumed is None else str(resumed)
     for folder in (output_dir, output_dir / "best"):
-        check_run(folder, args.overwrite_output_dir, args.resume_from_checkpoint)
+        check_run(folder, args.overwrite_output_dir or continues(output_dir, resumed))
 
 
 def build_config(args: PretrainArguments) -> PreTrainedConfig:
@@ -265,12 +265,14 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     if args.global_batch_tokens is not None:
         logger.info("%s", choose_micro_batch(args, accelerator, model))
     compile_blocks(args, accelerator, model)
-    if resumed is None and accelerator.is_main_process:
-        prune(Path(args.output_dir), 0)  # of a run that is overwritten
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
     if resumed is not None:
         pretraining.resume(Path(resumed))
         logger.info("resumed at step %d", pretraining.state.step)
+        if not continues(Path(args.output_dir), resumed):  # its best model is in another folder
+            pretraining.state.best_loss = None
+    if accelerator.is_main_process:
+        remove_others(Path(args.output_dir), None if resumed is None else Path(resumed))
     return pretraining
 
 
@@ -286,7 +288,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "best_perplexity": perplexity(state.best_loss),
         "best_step": state.best_step,
         "steps": state.step,
-        "tokens": args.max_steps * pretraining.blocks_per_step * args.block_size,
+        "tokens": state.step * pretraining.blocks_per_step * args.block_size,
         **pretraining.speed(),
         "train_seconds": state.train_seconds,
         "train_cpu_seconds": state.train_cpu_seconds,

@@ -23,7 +23,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 from tnn_cli.atomic import SavingError, claim, new_files, saving_errors, write_json
 from tnn_cli.commands import next_steps
-from tnn_cli.runs import check_run, find_checkpoint, prune, remove_incomplete, verify_checksums
+from tnn_cli.runs import check_run, find_checkpoint, remove_incomplete, remove_others, verify_checksums
 from tnn_cli.task_arguments import ClassifierArguments, ComparisonArguments, chosen_seeds
 
 from .costs import dry_run
@@ -85,8 +85,8 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     if resumed is not None:
         verify_checksums(resumed)
         check_belonging(resumed, run)
-    elif trainer.is_world_process_zero():
-        prune(folder, 0)  # of a run that is overwritten: `latest` must not be one of them
+    if trainer.is_world_process_zero():
+        remove_others(folder, resumed)
     stop = StopRequest()
     leave = StopCallback(stop, run)
     trainer.add_callback(leave)

@@ -293,6 +293,13 @@ def _as_called(example: str) -> str:
     return re.sub(r"python scripts/(\w+)\.py", lambda match: f"tnn {COMMAND_OF[match[1]]}", example)
 
 
+class Values(yaml.SafeLoader):
+    """YAML with numbers such as 1e-5, which YAML 1.1 reads as text for want of a dot."""
+
+
+Values.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
 def parse_overrides(
     text: str | None, known: "PreTrainedConfig | None" = None, option: str = "--config_overrides"
 ) -> dict:
@@ -310,7 +317,7 @@ def parse_overrides(
         known = TnnConfig()
     pairs = [pair.partition("=") for pair in re.split(BETWEEN_OVERRIDES, text or "") if pair.strip()]
     try:
-        fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+        fields = {name.strip(): yaml.load(value, Values) for name, _, value in pairs}  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{option} must have the form name=value,name=value, got {text}: {reason}") from error

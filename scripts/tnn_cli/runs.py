@@ -66,7 +66,7 @@ def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
     return Path(name)
 
 
-def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: str | Path | None = None):
+def check_run(output_dir: Path, overwrite: bool, resumed: str | None = None, source: str | Path | None = None):
     """Refuse a run that would overwrite another one, unless it resumes it.
 
     Args:
@@ -78,13 +78,18 @@ def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: st
         ValueError: the folder holds checkpoints or a model, or is that of `source`.
     """
     found = checkpoints(output_dir)
-    resumes = resumed is not None and (resumed != "auto" or bool(found))
+    resumes = bool(found) if resumed == "auto" else resumed == "latest" or continues(output_dir, resumed)
     if not resumes and not overwrite and found:
         raise ValueError(
             f"The output folder {output_dir} holds checkpoints of a run. Give --resume_from_checkpoint latest to "
             "continue it, --overwrite_output_dir to replace it, or another folder."
         )
     check_overwriting(output_dir, overwrite or resumes, source)
+
+
+def continues(output_dir: Path, checkpoint: str | Path | None) -> bool:
+    """Whether a checkpoint is one of the run in this folder, and not of another run, which goes on in it."""
+    return checkpoint is not None and Path(checkpoint).resolve().parent == output_dir.resolve()
 
 
 def describe_run(options: dict, config: "PreTrainedConfig", **further) -> dict:
@@ -140,7 +145,20 @@ def remove_incomplete(output_dir: Path):
 def prune(output_dir: Path, limit: int | None):
     """Remove the oldest checkpoints beyond `limit`; None for no limit."""
     found = checkpoints(output_dir)
-    for checkpoint in found[: 0 if limit is None else max(len(found) - limit, 0)]:
+    _remove(found[: 0 if limit is None else max(len(found) - limit, 0)])
+
+
+def remove_others(output_dir: Path, resumed: Path | None):
+    """Remove the checkpoints of a run that is overwritten, and those behind the one that is resumed.
+
+    `latest` must be none of them, and they must not count as newer than those that are written from now on.
+    """
+    found = checkpoints(output_dir)
+    _remove(found[found.index(output_dir / resumed.name) + 1 :] if continues(output_dir, resumed) else found)
+
+
+def _remove(found: list[Path]):
+    for checkpoint in found:
         hidden = partial(checkpoint)  # under its own name a half-removed checkpoint would look complete
         checkpoint.rename(hidden)
         shutil.rmtree(hidden)

@@ -8,11 +8,13 @@ OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "
 
 
 def sampling(temperature: float | None = None, top_p: float | None = None) -> dict:
-    """The options of `generate`; a temperature of 0 is greedy."""
+    """The options of `generate` for one text, token after token; a temperature of 0 is greedy."""
+    plain = dict.fromkeys(OF_SAMPLING) | {"num_beams": 1, "num_return_sequences": 1}
     if temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return plain | {"do_sample": False}
     temperature = TEMPERATURE if temperature is None else temperature
-    return {"do_sample": True, "temperature": temperature, "top_p": TOP_P if top_p is None else top_p, "top_k": 0}
+    chosen = {"temperature": temperature, "top_p": TOP_P if top_p is None else top_p, "top_k": 0}
+    return plain | {"do_sample": True} | chosen
 
 
 def check_sampling(options: dict):
@@ -39,5 +41,7 @@ def with_sampling(options: dict, is_plain: bool) -> dict:
     given = given_sampling(options)
     others = {name: value for name, value in options.items() if name not in OF_SAMPLING}
     if options.get("do_sample") is False or options.get("temperature") == 0:
-        return others | sampling(temperature=0)
-    return others | sampling() | given if is_plain or given or options.get("do_sample") else options
+        return sampling(temperature=0) | others | {"do_sample": False}
+    if is_plain or given or options.get("do_sample"):
+        return sampling() | others | given | {"do_sample": True}
+    return {"num_return_sequences": 1} | options

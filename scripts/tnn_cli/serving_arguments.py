@@ -28,6 +28,8 @@ class ServerArguments(WriterArguments):
     port: int | None = option(8000, "Port to listen on.")
 
     def __post_init__(self):
+        if self.port is not None and not 0 <= self.port < 2**16:
+            raise ValueError(f"--port must be in [0, 65535], got {self.port}")
         super().__post_init__()
         check_counts(self, *(name for name in vars(self) if name.startswith("max_")))
 

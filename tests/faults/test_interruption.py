@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers import processes
 from helpers.scripts import assert_same_weights, figures, pretrain_options, program, run_script, wait_until
 from tnn_cli.atomic import LOCK, clean, new_files, new_folder, partial
-from tnn_cli.runs import checkpoints, prune
+from tnn_cli.runs import checkpoints, prune, remove_others
 
 STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
 
@@ -104,6 +104,35 @@ def test_prune(tmp_path):
     prune(tmp_path, 2)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-100"] != names(tmp_path)
     assert len(names(tmp_path)) == 2
+
+
+def test_a_run_goes_on_from_one_of_its_checkpoints(tmp_path):
+    """Those behind it are gone: `latest` is none of them. A checkpoint of another run does not replace a model."""
+    options = pretrain_options(tmp_path, "clm") + ["--max_eval_blocks", 4, "--checkpointing_steps", 2]
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    run_script("pretrain", *options, "--max_steps", 6, "--output_dir", whole)
+    first = ["--resume_from_checkpoint", whole / "checkpoint-2", "--max_steps", 3]
+    run_script("pretrain", *options, *first, "--output_dir", whole)
+    assert [path.name for path in checkpoints(whole)] == ["checkpoint-2"]
+    assert (
+        figures(whole)["tokens"]
+        == figures(whole)["steps"] * 8 * json.loads((whole / "training_args.json").read_text())["block_size"]
+    )
+    run_script("pretrain", *options, *first, "--output_dir", other)
+    assert (other / "best").is_dir() and not checkpoints(other)
+    with pytest.raises(SystemExit, match="holds a model"):
+        run_script("pretrain", *options, *first, "--output_dir", other)
+
+
+def test_what_is_left_of_an_earlier_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    for step in (2, 4, 6):
+        folder(tmp_path / "run" / f"checkpoint-{step}", "")
+        (tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    remove_others(tmp_path / "run", tmp_path / "run" / "checkpoint-4")
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
+    remove_others(tmp_path / "run", tmp_path / "checkpoint-4")
+    assert names(tmp_path / "run") == []
 
 
 def model_files(path: Path, shards: int):

@@ -135,6 +135,12 @@ def test_other_files_are_refused(tmp_path):
         (tmp_path / name).write_bytes(b"this is no checkpoint")
         with pytest.raises(ValueError, match=name):
             read_checkpoint(tmp_path / name)
+    for content in ([torch.zeros(2)], torch.zeros(2), {"model": [1]}):
+        torch.save(content, tmp_path / "list.pt")
+        with pytest.raises(ValueError, match="must hold the tensors of a model by their names"):
+            read_checkpoint(tmp_path / "list.pt")
+    torch.save({"model": {}, "args": [1], "cfg": [1]}, tmp_path / "list.pt")
+    assert read_checkpoint(tmp_path / "list.pt") == ({}, {})
 
 
 def first(name: str) -> tuple[dict, dict, str]:

@@ -125,6 +125,9 @@ def test_tables_suffixes_and_folders(tmp_path):
                           "lines.txt.gz": gzip.compress(lines)}.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
     assert load_texts(str(tmp_path / "rows.csv"))["text"][:] == ["one", "", "three"]
+    (tmp_path / "rows[1].csv").write_text("text\nNone\nNA\nnan\n")
+    (tmp_path / "rows1.csv").write_text("text\nwrong\n")
+    assert load_texts(str(tmp_path / "rows[1].csv"))["text"][:] == ["None", "NA", "nan"]
     for name in ("ROWS.JSONL", "rows.jsonl.gz", "lines.txt.gz"):
         assert load_texts(str(tmp_path / name))["text"][:] == list(SENTENCES), name
     folder = tmp_path / "folder"

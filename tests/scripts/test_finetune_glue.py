@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from modeling_tnn import TnnConfig
 from modeling_tnn.data.glue import TASKS, load_files, load_set, load_task, metrics_of, score
 from modeling_tnn.tools.dna import dna_tokenizer
 from modeling_tnn.training import finetune_glue
+from modeling_tnn.training.finetune_glue import Task, check_metric
 from modeling_tnn.training.model_card import read_metrics
 from modeling_tnn.training.processes import StopRequested
 
@@ -170,6 +172,15 @@ def test_files_that_are_refused(tmp_path):
     assert data.label_names == ["NA", "null"] and data.splits["train"]["sentence"][:] == ["NA", "null"]
 
 
+def test_text_that_looks_like_numbers(tmp_path):
+    """In the other files, as long as the training file has other words too."""
+    (tmp_path / "train.csv").write_text("sentence,label\na,1\nb,3+\n")
+    (tmp_path / "validation.csv").write_text("sentence,label\n007,1\n1.50,1\n")
+    data = load_files(str(tmp_path / "train.csv"), str(tmp_path / "validation.csv"))
+    rows = data.splits["validation"]
+    assert data.label_names == ["1", "3+"] and rows["sentence"][:] == ["007", "1.50"] and rows["label"][:] == [0, 0]
+
+
 def test_a_regression(encoder, tmp_path):
     """The error of a regression is not a percentage, in the table and on the card."""
     file = tmp_path / "values.csv"
@@ -233,6 +244,17 @@ def test_metrics():
     values = score(metrics_of("stsb"), np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 2.0]))
     assert values == pytest.approx({"spearmanr": 0.5, "pearson": np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1]})
     assert score(metrics_of(None, regression=True), np.array([1.0, 2.0]), np.array([0.0, 4.0])) == {"mse": 2.5}
+    other = score(("f1",), np.where(predicted == 0, -1, 1), references)  # of a model with further classes
+    assert other == pytest.approx({"f1": 6 / 9})
+    for name, classes in (("accuracy", None), ("f1", ["a", "b", "c"])):
+        with pytest.raises(ValueError, match="--metric_name must be"):
+            check_metric(name, classes)
+
+
+def test_a_run_that_diverged_is_not_the_best():
+    diverged = score(("mse",), np.array([np.nan, 1.0]), np.array([0.0, 1.0]))["mse"]
+    for metric, expected in (("mse", 0.5), ("pearson", 0.7)):
+        assert Task.best(SimpleNamespace(main_metric=metric), [diverged, 0.7, diverged, 0.5]) == expected
 
 
 def write_task(folder, task: str, columns: dict[str, list]) -> str:

@@ -115,6 +115,18 @@ def test_poles_are_the_roots_of_the_denominators():
     assert len(poles) == len(denominators) and poles_of(build_tno(tiny_config())) is None
 
 
+@pytest.mark.parametrize("tno_type", ["rtf", "s4d"])
+def test_the_largest_pole_is_one_of_those_of_many_kernels(tno_type):
+    operator = seeded(build_tno, tiny_config(tno_type, hidden_size=64, rtf_num_denominators=None, rtf_constraint=None))
+    operator.reset_parameters()
+    with torch.no_grad():
+        if tno_type == "rtf":
+            operator.denominator[1] = 0
+            operator.denominator[1, 0] = -1.5
+            assert poles_of(operator).abs().max().item() == pytest.approx(1.5)
+        assert len(poles_of(operator)) <= 65 < operator.channels
+
+
 @pytest.mark.parametrize("taps", [np.zeros((2, 9)), np.eye(2, 9), np.ones((1, 9))], ids=["zeros", "one", "flat"])
 @pytest.mark.filterwarnings("error")
 def test_extreme_kernels_can_be_drawn(taps):

@@ -52,6 +52,10 @@ class TestDemo(TrainingTests):
         "--tno_type ski": "`causal` must be False with tno_type='ski', got True",
     }
 
+    def test_a_text_of_no_block(self, tmp_path):
+        short = [write_text(tmp_path / "text.txt", copies=1), "--output_dir", tmp_path / "out", "--max_steps", 1]
+        assert "text must have at least one block of 256" in run("demo", "--dataset_name", *short, check=False).stderr
+
     def small(self, folder):
         preset, text = write_config(folder / "preset"), write_text(folder / "text.txt", copies=60)
         return words(f"--config_name {preset} --dataset_name {text} --max_steps 2",
@@ -343,6 +347,7 @@ class TestServe(TestChat):
 
 class TestApi(TestChat):
     command = "api"
+    refused = TestChat.refused | {"--port 99999": r"--port must be in \[0, 65535\], got 99999"}
 
 
 class TestCard(ProgramTests):

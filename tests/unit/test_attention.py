@@ -222,6 +222,8 @@ def test_overrides_of_a_command_line():
     text = "num_hidden_layers=2,layer_types=[toeplitz, full_attention],rope_parameters={rope_theta: 100.0},decay=0.9"
     overrides = parse_overrides(text)
     assert overrides["layer_types"] == ["toeplitz", "full_attention"] and overrides["decay"] == 0.9
+    assert parse_overrides("layer_norm_eps=1e-5,decay=-2E+3,tno_type=e5") == {
+        "layer_norm_eps": 1e-5, "decay": -2000.0, "tno_type": "e5"}  # fmt: skip
     config = load_config("tnn-tiny", overrides)
     assert config.layer_types == overrides["layer_types"]
     assert config.rope_parameters == ROPE
