@@ -72,7 +72,7 @@ def advance(layer, v, operator):
     return layer.update(v, None, operator)[0]
 
 
-@EVERY_KIND
+@EVERY_STATE
 def test_steps_equal_the_product(kind, blocks):
     """Tokens one by one, through whole blocks and all of their tiles."""
     operator = operator_of(kind)
