@@ -20,7 +20,6 @@ from ..tno_auto import TwoAxisOperator
 from ..tno_modal import ModalOperator
 from ..tno_rtf import RtfOperator, companion_matrix
 from ..tno_s4d import S4dOperator
-from ..tools.poles import spectral_radius
 
 HORIZON_SHARE = 0.9
 # Number of positions of an unbounded kernel that are read first, and at most.
@@ -175,20 +174,15 @@ def poles_of(operator) -> torch.Tensor | None:
     The kernel with the largest pole is one of them.
     """
     if isinstance(operator, RtfOperator):
-        denominators = operator.denominators()  # (D, N)
-        return torch.linalg.eigvals(companion_matrix(_some(denominators, spectral_radius(denominators))))
-    if isinstance(operator, ModalOperator | S4dOperator):
+        poles = torch.linalg.eigvals(companion_matrix(operator.denominators()))  # (D, N)
+    elif isinstance(operator, ModalOperator | S4dOperator):
         one = torch.ones(1, device=next(operator.parameters()).device)
         poles = torch.atleast_2d(operator.powers(one)[..., 0])
-        return _some(poles, poles.abs().amax(dim=1))
-    return None
-
-
-def _some(kernels: torch.Tensor, radii: torch.Tensor) -> torch.Tensor:
-    """All of the kernels `(D, N)`, or 64 of them and the one of the largest radius."""
-    if len(kernels) <= 64:
-        return kernels
-    return torch.cat([kernels[:: -(-len(kernels) // 64)], kernels[radii.argmax()][None]])
+    else:
+        return None
+    if len(poles) <= 64:
+        return poles
+    return torch.cat([poles[:: -(-len(poles) // 64)], poles[poles.abs().amax(dim=1).argmax()][None]])
 
 
 def read_whole(operator, label: str, side: int | None = None) -> Kernel:

@@ -5,7 +5,6 @@ hidden folder inside it and moved, `config.json` last, so that a model that load
 removes the hidden files of a killed process.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -113,7 +112,7 @@ def check_writable(file: Path):
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise ValueError(f"{file} cannot be written: it is a folder.")
         partial(file).touch()
         partial(file).unlink()
     except OSError as error:

@@ -154,7 +154,10 @@ def remove_others(output_dir: Path, resumed: Path | None):
     `latest` must be none of them, and they must not count as newer than those that are written from now on.
     """
     found = checkpoints(output_dir)
-    _remove(found[found.index(output_dir / resumed.name) + 1 :] if continues(output_dir, resumed) else found)
+    if continues(output_dir, resumed):  # perhaps by a link or a copy of another name, which has no place among them
+        places = [path.resolve() for path in found]
+        found = found[places.index(resumed.resolve()) + 1 :] if resumed.resolve() in places else []
+    _remove(found)
 
 
 def _remove(found: list[Path]):

@@ -198,7 +198,7 @@ def test_places_that_cannot_be_written_to(tmp_path, capsys):
         assert "results.json cannot be written: " in str(left.value) + capsys.readouterr().err
         with pytest.raises(SystemExit) as left:
             run_script(*command, "--output_file", tmp_path)
-        assert "cannot be written: Is a directory" in str(left.value) + capsys.readouterr().err
+        assert "cannot be written: it is a folder" in str(left.value) + capsys.readouterr().err
 
 
 HOLD = "import sys, time; from pathlib import Path; from tnn_cli.atomic import claim\n"
