@@ -108,7 +108,14 @@ def test_prune(tmp_path):
 
 def test_a_run_goes_on_from_one_of_its_checkpoints(tmp_path):
     """Those behind it are gone: `latest` is none of them. A checkpoint of another run does not replace a model."""
-    options = pretrain_options(tmp_path, "clm") + ["--max_eval_blocks", 4, "--checkpointing_steps", 2]
+    options = pretrain_options(tmp_path, "clm") + [
+        "--max_eval_blocks",
+        4,
+        "--checkpointing_steps",
+        2,
+        "--eval_steps",
+        2,
+    ]
     whole, other = tmp_path / "whole", tmp_path / "other"
     run_script("pretrain", *options, "--max_steps", 6, "--output_dir", whole)
     first = ["--resume_from_checkpoint", whole / "checkpoint-2", "--max_steps", 3]
