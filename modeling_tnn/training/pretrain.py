@@ -279,7 +279,8 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
 def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
     """Evaluate and save the last model; the figures of the run."""
     accelerator, state = pretraining.accelerator, pretraining.state
-    last = state.history[-1]["loss"] if pretraining.is_evaluated else pretraining.record_evaluation()
+    evaluated = pretraining.is_evaluated and state.best_loss is not None  # and not in the folder of another run
+    last = state.history[-1]["loss"] if evaluated else pretraining.record_evaluation()
     model = accelerator.unwrap_model(pretraining.model)
     metrics = {
         "perplexity_before": perplexity(state.loss_before),
