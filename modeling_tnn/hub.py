@@ -8,7 +8,6 @@ installed, its registered classes are used instead.
 import ast
 import logging
 import os
-import re
 import shutil
 from itertools import count
 from pathlib import Path
@@ -32,26 +31,12 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_tnn.TnnForTokenClassification",
 }
 
-# Modules of earlier versions that `auto_map` of a saved folder may name.
-FORMER_MODULES = {"heads"}
-
-# Parts of a block by the names that they have in saved weights of earlier versions.
-FORMER_PARTS = {"gtu": "mixer", "gtu_norm": "mixer_norm"}
-KEY_MAPPING = {rf"(layers\.\d+)\.{old}\.": rf"\1.{new}." for old, new in FORMER_PARTS.items()}
-
-
-def present_name(name: str) -> str:
-    """The name of a parameter that an earlier version saved as `name`."""
-    for pattern, new in KEY_MAPPING.items():
-        name = re.sub(pattern, new, name)
-    return name
-
 
 def own_classes(config: PreTrainedConfig, folder: str | os.PathLike) -> dict[str, str]:
     """Return the entries of `auto_map` for a user's subclasses, whose files transformers has copied to `folder`."""
     entries = getattr(config, "auto_map", None) or {}
     modules = {name: place.partition(".")[0] for name, place in entries.items() if isinstance(place, str)}
-    ours = {place.partition(".")[0] for place in AUTO_MAP.values()} | FORMER_MODULES
+    ours = {place.partition(".")[0] for place in AUTO_MAP.values()}
     theirs = {module for module in modules.values() if module not in ours and Path(folder, f"{module}.py").exists()}
     return {name: entries[name] for name, module in modules.items() if module in theirs}
 

@@ -45,7 +45,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_tnn import CACHE, check_cache, takes_cache, with_cache_as
 from .configuration_tnn import OPERATORS, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
-from .hub import KEY_MAPPING, present_name
 from .inputs import (
     can_be_read,
     check_attention_mask,
@@ -172,30 +171,19 @@ class TnnPreTrainedModel(PreTrainedModel):
         elif exact:  # in bfloat16 too
             self._keep_in_fp32_modules_strict = [rf".+\.mixer\.tno\.(.+\.)?({'|'.join(exact)})"]
 
-    def _load_from_state_dict(self, state_dict: dict, *arguments):
-        """Load a state_dict of an earlier version too: Trainer resumes by `load_state_dict`."""
-        for name in list(state_dict):
-            state_dict[present_name(name)] = state_dict.pop(name)
-        super()._load_from_state_dict(state_dict, *arguments)
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs):
         """Load a model as in transformers, with two precautions against untrusted checkpoints.
 
         Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
         configuration declares are compared with the weights before memory is allocated (`CheckpointMismatchError`).
-        Weights of earlier versions are renamed, and saved by their present names.
         """
         use_safetensors = use_safetensors is not False
         if use_safetensors:
             extensions.check_before_loading(cls, pretrained_model_name_or_path, kwargs)
-        key_mapping = (kwargs.pop("key_mapping", None) or {}) | KEY_MAPPING
-        kwargs |= {"use_safetensors": use_safetensors, "key_mapping": key_mapping}
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if (renamings := getattr(model, "_weight_conversions", None)) is not None:  # those that saving reverts
-            model._weight_conversions = [one for one in renamings if not KEY_MAPPING.keys() & set(one.source_patterns)]
-        return loaded
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
+        )
 
     def save_pretrained(self, *arguments, **options):
         """Save the model as in transformers, with its code, see `hub.py`."""

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..extensions import extensions
-from ..hub import present_name
 
 # Arguments of `from_pretrained` that say where files are.
 LOCATION_KWARGS = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
@@ -117,9 +116,9 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
             raise CheckpointMismatchError(
                 f"`tno_type` must be {tno_type!r} for these weights, got {config.tno_type!r}"
             )
-    # The names of the body may have a prefix in both, and those of the checkpoint may be of an earlier version.
+    # The names of the body may have a prefix in both.
     prefix = f"{model_class.base_model_prefix}."
-    stored = {present_name(name).removeprefix(prefix): shape for name, shape in shapes.items()}
+    stored = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
     layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
     if config.num_hidden_layers > max(128, 2 * len(layers)):  # a thousand take seconds to build, even without memory
         raise CheckpointMismatchError(f"{TOO_MUCH}: {config.num_hidden_layers} layers instead of {len(layers)}.")

@@ -127,10 +127,9 @@ def test_index_of_shards(folder, shards):
 def test_weights_of_another_model(folder):
     """Some names are missing and others left over: random weights would pass for trained ones."""
     weights, config = load_file(folder / WEIGHTS), json.loads((folder / "config.json").read_text())
-    for name in ("gut", "gtu2", "mixer.gtu", "gtu_norm"):  # not names of an earlier version
-        renamed = {one.replace("layers.0.mixer.", f"layers.0.{name}."): value for one, value in weights.items()}
-        save_file(renamed, folder / WEIGHTS, {"format": "pt"})
-        refuses(folder, "damaged or belong to another model: layers.0.mixer.u_proj.weight is missing")
+    renamed = {one.replace("layers.0.mixer.", "layers.0.gtu."): value for one, value in weights.items()}
+    save_file(renamed, folder / WEIGHTS, {"format": "pt"})
+    refuses(folder, "damaged or belong to another model: layers.0.mixer.u_proj.weight is missing")
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"tno_type": "explicit"}))
     taps = "damaged or belong to another model: layers.0.mixer.tno.taps is missing, .* ignore_mismatched_sizes=True"

@@ -1,11 +1,7 @@
 """Small models and texts for the tests, and how far two tensors are apart."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 from transformers import (
     AutoModel,
@@ -168,19 +164,6 @@ def perturbed_model(head, tno_type, causal, **fields):
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     return model
-
-
-def former_names(text: str) -> str:
-    """The names of parameters in `text` as they were when a block called its mixer `gtu`."""
-    return re.sub(r"\.mixer(_norm)?\.", r".gtu\1.", text)
-
-
-def give_former_names(folder: Path):
-    """Rename the weights in a saved folder to what an earlier version has saved."""
-    for file in folder.glob("*.safetensors"):
-        save_file({former_names(name): one for name, one in load_file(file).items()}, file, {"format": "pt"})
-    for index in folder.glob("*.index.json"):
-        index.write_text(former_names(index.read_text()))
 
 
 class RandomTexts(Dataset):

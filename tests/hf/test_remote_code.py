@@ -22,7 +22,6 @@ from helpers.models import (
     INPUT_IDS,
     UNALIGNED,
     VARIANTS,
-    give_former_names,
     image_config,
     perturbed_model,
     relative_error,
@@ -92,17 +91,12 @@ def run(code: str, *arguments, folder: Path, check: bool = True, installed: bool
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
 def test_heads_and_variants(every, tmp_path):
-    """Load, run, generate, change, save; and load what was saved, with the package and without it.
-
-    Every second folder has the names of weights of an earlier version, and is saved with those of today.
-    """
+    """Load, run, generate, change, save; and load what was saved, with the package and without it."""
     saved, models = [], {}
     for index, (head, tno_type, causal, *fields) in enumerate(FEW + EVERY if every else FEW):
         folder = str(tmp_path / str(index))
         models[folder] = perturbed_model(head, tno_type, causal, **(fields[0] if fields else {}))
         models[folder].save_pretrained(folder)
-        if index % 2:
-            give_former_names(Path(folder))
         saved.append((AUTO[head].__name__, folder))
     run(LOAD, json.dumps(saved), tmp_path / "once", folder=tmp_path)
     outputs = load_file(tmp_path / "once")

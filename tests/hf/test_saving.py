@@ -17,15 +17,12 @@ from transformers import (
 )
 
 from helpers import gaussian_operator, processes
-from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
     INPUT_IDS,
     UNALIGNED,
     VARIANTS,
     RandomTexts,
-    former_names,
-    give_former_names,
     perturbed_model,
     relative_error,
     seeded,
@@ -247,37 +244,6 @@ def test_key_mapping(tmp_path):
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = TnnForCausalLM.from_pretrained(tmp_path, key_mapping={"^backbone.": "model."})
     assert relative_error(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0]) < UNALIGNED
-
-
-@pytest.mark.parametrize(
-    "fields, key_mapping, size",
-    [({}, None, "20KB"), ({}, {r"\.up_proj\.": ".up_proj."}, "5GB"), (MIXED["hyena"], None, "5GB")],
-    ids=["shards", "mapping", "hyena"],
-)
-def test_former_names(fields, key_mapping, size, tmp_path):
-    """Weights of earlier versions are renamed, and saved by their present names."""
-    model = perturbed_model(TnnForCausalLM, "rtf", True, **fields)
-    model.save_pretrained(tmp_path / "old", max_shard_size=size)
-    give_former_names(tmp_path / "old")
-    for auto in (AutoModelForCausalLM, AutoModel):
-        loaded, info = auto.from_pretrained(tmp_path / "old", key_mapping=key_mapping, output_loading_info=True)
-        assert not any(value for kind, value in info.items() if (auto, kind) != (AutoModel, "unexpected_keys"))
-        assert relative_error(loaded.base_model(INPUT_IDS)[0], model.model(INPUT_IDS)[0]) < UNALIGNED
-        loaded.save_pretrained(tmp_path / "new")
-        assert load_file(tmp_path / "new" / "model.safetensors").keys() <= loaded.state_dict().keys()
-
-
-def test_former_names_in_a_state_dict():
-    """Trainer and Accelerate resume by `load_state_dict`."""
-    model, other = (perturbed_model(TnnForCausalLM, "rpe", True) for _ in range(2))
-    weights = {former_names(name): one for name, one in model.state_dict().items()}
-    other.load_state_dict(weights)
-    assert relative_error(other(INPUT_IDS)[0], model(INPUT_IDS)[0]) < UNALIGNED
-    assert weights.keys() != model.state_dict().keys()
-    damaged = {name.replace(".gtu.u_proj", ".gut.u_proj"): one for name, one in weights.items()}
-    message = r"(?s)Missing key.*mixer\.u_proj\.weight.*Unexpected key.*gut\.u_proj\.weight"
-    with pytest.raises(RuntimeError, match=message):
-        other.load_state_dict(damaged)
 
 
 SUBCLASS = """

@@ -93,13 +93,12 @@ SUBJECTS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "K
 
 
 def test_the_changelog():
-    """The newest section is the version of the package, dated once it is tagged; old option names stay documented."""
+    """The newest section is the version of the package, dated once it is tagged."""
     names = re.findall(r"^## (.*)$", CHANGES, re.MULTILINE)
     versions = [re.fullmatch(r"(\d+\.\d+\.\d+) (?:- \d{4}-\d\d-\d\d|\(unreleased\))", name)[1] for name in names]
     assert versions[0] == modeling_tnn.__version__ and "(unreleased)" not in "".join(names[1:])
     assert versions == sorted(set(versions), key=lambda version: [-int(part) for part in version.split(".")])
     assert set(re.findall(r"^### (.*)$", CHANGES, re.MULTILINE)) <= SUBJECTS
-    assert not re.findall(r"^- .*\n(?:  .*\n){2,}", CHANGES, re.MULTILINE), "entries of more than two lines"
 
 
 FETCH = runpy.run_path(str(Path(__file__).parents[1] / "hf" / "upstream" / "fetch.py"))
@@ -116,7 +115,6 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
 
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
-assert len(NOTEBOOKS) == 5
 
 
 @pytest.mark.parametrize("notebook", slow(*NOTEBOOKS), ids=lambda path: path.stem)
