@@ -125,56 +125,6 @@ def test_generated_pages_and_tables():
     assert sorted(shown) == sorted(file.stem for file in page_tables.FIGURES.glob("*.json"))
 
 
-def test_the_picture_of_the_files_does_not_depend_on_the_order_of_sets(tmp_path, monkeypatch):
-    """`make docs` leaves a clean clone clean: a set of names has another order in each process."""
-    draw, drawn = import_module("draw"), set()
-    imported = {name: sorted(below) for name, below in draw.imports().items()}
-    monkeypatch.setattr(draw, "PICTURES", tmp_path)
-    for step in (1, -1):
-        monkeypatch.setattr(draw, "imports", lambda step=step: {name: imported[name][::step] for name in imported})
-        draw.draw_architecture()
-        drawn.add((tmp_path / "architecture.png").read_bytes())
-    assert len(drawn) == 1
-
-
-@pytest.fixture
-def figures(tmp_path, monkeypatch):
-    """Writes a file of figures."""
-    monkeypatch.setattr(page_tables, "FIGURES", tmp_path)
-    return lambda name, **content: (tmp_path / f"{name}.json").write_text(json.dumps(content))
-
-
-def test_cells_of_a_table(figures):
-    rows = [{"model": "a", "seeds": [3.0, 5.0], "perplexity": 16.0}, {"model": "b", "perplexity": 4}]
-    columns = {"model": "{model}", "all": "{seeds:.0f}", "range": "{seeds:range.1f}", "bits": "{perplexity:bits.2f}"}
-    figures("one", columns=columns, rows=rows, bytes_per_token=2, date="today", seeds=[0, 1], command="tnn demo")
-    table, origin, command = page_tables.table("one").split("\n\n")
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    assert cells == [["a", "3 / 5", "4.0 (3.0 to 5.0)", "2.00"], ["b", "", "", "1.00"]]
-    assert origin == "Measured: today, seeds 0 and 1." and command == "```bash\ntnn demo\n```"
-    figures("part", **{"from": "one", "where": {"model": "b"}, "columns": {"bits": "{perplexity:bits.1f}"}})
-    assert "1.0" in page_tables.table("part") and "2.0" not in page_tables.table("part")
-    chosen = {"from": "one", "where": {"model": ["a", "b"]}, "value": "perplexity"}
-    columns = {"all": "{all:.0f}", "second": "{all[1]:.1f}", "largest": "{all:max.2f}"}
-    figures("other", columns=columns, rows=[{"all": [chosen, 1]}])
-    last = page_tables.table("other").splitlines()[2]
-    assert [cell.strip() for cell in last.split("|")[1:-1]] == ["16 / 4 / 1", "4.0", "16.00"]
-
-
-def test_figures_of_parts_and_those_that_are_not_there(figures):
-    """Parts of the benchmark of a GPU are rows."""
-    chosen = {"from": "gpu", "where": {"part": "training", "way": "fused"}, "value": "ms"}
-    figures("one", columns={"ms": "{ms:.1f}"}, rows=[{"ms": chosen}])
-    figures("gpu", parts=[{"part": "training", "rows": [{"way": "fused", "ms": 2}]}, {"part": "memory", "rows": []}])
-    assert "|  2.0 |" in page_tables.table("one")
-    figures("one", columns={"model": "{modle}"}, rows=[{"model": "a"}])
-    figures("part", **{"from": "one", "where": {"model": "c"}, "columns": {}})
-    with pytest.raises(ValueError, match="one.json: the templates must name keys of the rows, got modle"):
-        page_tables.table("one")
-    with pytest.raises(ValueError, match="one.json must have a row"):
-        page_tables.table("part")
-
-
 def test_every_page_is_in_the_navigation():
     def leaves(entry) -> list[str]:
         parts = entry.values() if isinstance(entry, dict) else entry

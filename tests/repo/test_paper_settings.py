@@ -152,18 +152,3 @@ def test_presets_and_recipes_have_the_settings_of_their_papers():
         compare(name, config.to_dict() | {"gtu_dim": config.gtu_dim}, papers)
     for name, papers in RECIPES.items():
         compare(name, settings_of(name), papers)
-
-
-def test_all_large_presets_and_recipes_are_compared():
-    """Those without a table of a paper: models of our own, and settings that no paper prints."""
-    small = {"tnn-tiny", "tnn-small", "tnn-bidirectional-small"}
-    signals = {"tnn-forecaster", "tnn-speech-commands"}
-    unprinted = {*small, *signals, "tnn-causal-rtf", "tnn-bidirectional-fd", "tnn-bidirectional-ski"}
-    folder = ROOT / "configuration"
-    presets = {str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")}
-    presets = {name for name in presets if not name.startswith(("peers/", "lra/tnn-")) or "large" in name}
-    assert presets - unprinted == set(PRESETS)
-    recipes = {str(file.relative_to(folder / "recipes"))[:-5] for file in folder.glob("recipes/**/*.yaml")}
-    own = {name for name in recipes if "small" in name or name.startswith(("ablations/", "wikitext2", "lra/tnn-"))}
-    released = {f"lra/rtf-{task}" for task in ("listops", "text", "retrieval", "image", "path-x")}
-    assert recipes - own - released - {"glue"} == set(RECIPES)

@@ -1,6 +1,6 @@
 """Releases: archives that one commit gives again, a README whose links work elsewhere, the changelog.
 
-And programs beside the package: notebooks, the experiments for a GPU, what fetches transformers' tests.
+And programs beside the package: notebooks, and the experiments for a GPU.
 """
 
 import io
@@ -101,19 +101,6 @@ def test_the_changelog():
     assert set(re.findall(r"^### (.*)$", CHANGES, re.MULTILINE)) <= SUBJECTS
 
 
-FETCH = runpy.run_path(str(Path(__file__).parents[1] / "hf" / "upstream" / "fetch.py"))
-
-
-def test_what_is_not_there_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(SystemExit, match=r"transformers==5.0.0 .* a network .* make test-hf TRANSFORMERS_TESTS="):
-        FETCH["download"]("transformers==5.0.0", str(tmp_path))
-    monkeypatch.setenv("TRANSFORMERS_TESTS", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="has no test_modeling_common.py"):
-        FETCH["find_tests"]()
-
-
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 
 
@@ -125,18 +112,6 @@ def test_it_runs(notebook, tmp_path):
 
 
 PROGRAM = ROOT / "docs" / "research" / "gpu.py"
-
-
-def test_names(monkeypatch, capsys):
-    """--only takes beginnings of names, and says which there are."""
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--list", "--only", "lm-rpe-1", "copying"])
-    runpy.run_path(str(PROGRAM), run_name="__main__")
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["lm-rpe-1e-3", "copying-64", "copying-256"]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "no-such"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(PROGRAM), run_name="__main__")
-    assert "state-size" in capsys.readouterr().err
 
 
 @pytest.mark.slow

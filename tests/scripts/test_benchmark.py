@@ -2,17 +2,15 @@
 
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, masking_utils
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run, table_rows
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.benchmarks import gpu, gpu_models
-from modeling_tnn.benchmarks import measure as measuring
 from modeling_tnn.benchmarks import models as suite
 from modeling_tnn.benchmarks.products import released_product
 from modeling_tnn.cache_tnn import memory_per_sequence
@@ -158,31 +156,3 @@ def test_no_row_begins_after_the_time(measure_gpu, monkeypatch, tmp_path):
     assert [(part["part"], len(part["rows"])) for part in parts] == [("losses", 2), ("steps", 0)]
     for part in parts:
         assert f"{part['part']} (no time was left after {len(part['rows'])} rows)" in shown
-
-
-@pytest.mark.slow
-def test_every_part_has_its_real_arguments(monkeypatch):
-    """Those of a GPU, on the meta device, where what compiles, has values or decodes is replaced.
-
-    Only what this machine or its PyTorch does not have is an error.
-    """
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
-    monkeypatch.setattr(measuring, "measure", lambda ways, args: {way: [(run(), 1.0)[1]] for way, run in ways.items()})
-
-    def generate(model, ids, max_new_tokens, streamer, **options):
-        model(ids, use_cache=False)
-        for _ in range(max_new_tokens + 1):
-            streamer.put(None)
-
-    monkeypatch.setattr(GenerationMixin, "generate", generate)
-    sizes = {name: values[False] for name, values in gpu.SIZES.items()}
-    args = SimpleNamespace(device="meta", threads=1, repeats=1, quick=False, **sizes)
-    rows = {name: list(rows_of(args)) for name, (_, rows_of) in gpu.PARTS.items()}
-    errors = {error for part in rows.values() for row in part if (error := row.get("error"))}
-    assert all(error.startswith(("not measured: it needs", "AttributeError: module 'torch.nn")) for error in errors)
-    assert [row["length"] for row in rows["steps"]] == [n for n in (2048, 512, 8192) for _ in gpu_models.WAYS]
-    assert {(row["way"], row["cache"], row["batch_size"]) for row in rows["decoding"]} == {
-        (way, cache, batch) for way, cache in gpu_models.DECODED for batch in (1, 64)
-    }

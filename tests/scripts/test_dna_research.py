@@ -7,9 +7,8 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from transformers import AutoConfig
 
-from helpers.scripts import ROOT, run_script
+from helpers.scripts import ROOT
 
 SeqIO = pytest.importorskip("Bio.SeqIO")
 from Bio.Seq import Seq  # noqa: E402
@@ -71,19 +70,3 @@ def test_the_task_of_strands(tmp_path):
         steps = np.diff(starts)
         assert len(starts) > 0 and (steps % (7 if name == "train" else dna.LENGTH) == 0).all() and (steps > 0).all()
     assert 0.3 < np.mean(labels) < 0.7
-
-
-def test_accuracies_of_one_strand_and_of_both():
-    """AAC and GTT have the log-odds 1 and 0, ACG and CGT 0 and -1: the second is known by both strands alone."""
-
-    def classify(texts: list[str]) -> np.ndarray:
-        return np.array([text.count("A") - text.count("C") for text in texts])
-
-    assert dna.accuracies(classify, ["AAC", "ACG"], np.array([1, 1])) == [0.5, 1.0]
-
-
-def test_a_folder_in_the_form_of_hyenadna(tmp_path):
-    assert dna.folder(Namespace(output_dir=str(tmp_path / "hub"), seed=0))
-    run_script("convert_original", tmp_path / "hub", tmp_path / "converted", "--architecture", "hyenadna")
-    config = AutoConfig.from_pretrained(tmp_path / "converted")
-    assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (64, 2, dna.LENGTH + 20)

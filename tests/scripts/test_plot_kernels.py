@@ -19,7 +19,6 @@ from modeling_tnn.plotting.reading import (
     poles_of,
     read_kernel,
     read_layer,
-    response,
     summary,
 )
 from modeling_tnn.tno_auto import build_tno
@@ -98,13 +97,6 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
     assert row["horizon_median"] >= 100 and (growing or row["horizon_median"] == math.ceil(0.9 * 2**15) - 1)
 
 
-def test_response_is_that_of_the_transform():
-    taps = np.random.default_rng(0).normal(size=(2, 150))  # more than there are samples
-    direct = np.abs(taps @ np.exp(-1j * np.outer(np.arange(150), np.linspace(0, np.pi, 33))))
-    np.testing.assert_allclose(response(taps, 33), direct, atol=1e-12)
-    np.testing.assert_allclose(response(taps[:, :17], 33), np.abs(np.fft.rfft(taps[:, :17], n=64)))
-
-
 def test_poles_are_the_roots_of_the_denominators():
     operator = seeded(build_tno, tiny_config("rtf"))
     operator.reset_parameters()
@@ -138,18 +130,6 @@ def test_extreme_kernels_can_be_drawn(taps):
     for figure in (figures.layer(kernel, 4), figures.overview([kernel], "title")):
         figure.canvas.draw()
     assert summary(kernel)["largest_pole"] is None
-
-
-@pytest.mark.parametrize(("causal", "columns"), [(True, ["≥ 16"]), (False, ["≥ 16 ahead", "≥ 16 back"])])
-def test_shares_beyond_what_is_drawn_have_columns(causal, columns):
-    """A decay of 0.99 leaves much behind 16 positions; each row of the heat map has the whole weight."""
-    ((kernel, _),) = read_layer(seeded(build_tno, tiny_config(causal=causal, decay=0.99)), 16, "layer 0")
-    ended = Kernel("layer 1", np.eye(1, len(kernel.lags)), kernel.lags)
-    shares = octave_shares(kernel)
-    assert sum(shares.values()) == pytest.approx(1) and all(shares[name] > 0.1 for name in columns)
-    axes = figures.overview([ended, kernel], "title").axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == list(shares)
-    assert axes.texts[-1].get_text() == f"{100 * shares[columns[-1]]:.0f}"
 
 
 def test_bidirectional_kernel_is_read_with_its_lags():

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArguments
 
-from helpers.models import lively_language_model, random, seeded, slow, tiny_config
+from helpers.models import random, seeded, slow, tiny_config
 from helpers.scripts import ROOT, TEXT, read, save_model, table_rows, words
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.tno_auto import OPERATORS
+from modeling_tnn import TnnForCausalLM
 from modeling_tnn.tools.recurrent import kernel_to_fit
 from modeling_tnn.training.grouping_trainer import GroupingTrainer
 from tnn_cli.parser import load_config, parse_overrides
@@ -67,33 +66,6 @@ def test_s4_is_its_recurrence(length, monkeypatch):
     same(s4_layer.taps_of(*arguments, length), expected, arguments)
 
 
-def test_s4_begins_as_hippo():
-    """In another basis: the matrix of HiPPO-LegS has the eigenvalues -1 to -N, and b* A b stays."""
-    poles, low_rank, inputs = (torch.cat([part, part.conj()]) for part in s4_layer.legendre_parts(6))
-    matrix, index = torch.diag(poles) - torch.outer(low_rank, low_rank.conj()), torch.arange(6, dtype=torch.float64)
-    values, weights = torch.linalg.eigvals(matrix), (2 * index + 1).sqrt()
-    torch.testing.assert_close(values.real.sort().values, -(index + 1).flip(0))
-    hippo = -torch.tril(torch.outer(weights, weights), -1) - torch.diag(index + 1)
-    assert (inputs.conj() @ matrix @ inputs).real.item() == pytest.approx((weights @ hippo @ weights).item())
-
-
-def test_s4_as_an_operator():
-    """Of `with_s4.py`: its taps, with the direct term, in the product of the package."""
-    build = import_module("with_s4").S4Operator
-    OPERATORS.pop("s4", None)  # registered for a process of its own
-    torch.manual_seed(0)
-    operator = build(tiny_config("s4d"))
-    v = torch.randn(2, 17, operator.channels, requires_grad=True)
-    same(operator(v), operator.layer(v), [v, *operator.parameters()])
-
-
-def test_saved_bytes():
-    """Each storage once, and none of the excluded tensors."""
-    x, weights = torch.ones(10, requires_grad=True), torch.ones(2, 10, requires_grad=True)
-    assert memory.saved_bytes(lambda: x * weights[0] * x) == 4 * (10 + 20 + 10)
-    assert memory.saved_bytes(lambda: x * weights[0] * x, excluded=[weights]) == 4 * (10 + 10)
-
-
 @pytest.fixture
 def measure(tmp_path, monkeypatch, capsys):
     def measure(suite: str, *options) -> tuple[list[dict], list[list[str]]]:
@@ -117,12 +89,6 @@ def test_suites_of_steps(suite, options, ways, measure, tmp_path):
     assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in (16, 100) for way in ways]
     assert [cells[:2] for cells in shown] == [[str(row["length"]), row["way"]] for row in rows]
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_streaming(measure):
-    rows, _ = measure("streaming", "--hidden_size 64 --lengths 512 --segment 64 --ways rtf")
-    assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 512)]
 
 
 @pytest.mark.slow
@@ -228,27 +194,6 @@ def test_program_decodes_with_the_fit(fit, tmp_path, monkeypatch):
     assert torch.equal(converted.generate(prompt, **options), expected)
 
 
-def test_settings_of_the_model_stay():
-    """All but the operator is that of the model: its dtype, its length and its options of generation."""
-    model = lively_language_model().bfloat16()
-    model.generation_config.update(max_new_tokens=7, do_sample=True, top_p=0.8)
-    converted, _ = distil.convert_by_gradient(model, 4, 4, 1, 0.1, "gradient")
-    assert converted.dtype is torch.bfloat16 and converted.generation_config == model.generation_config
-    assert converted.config.max_position_embeddings == model.config.max_position_embeddings
-    assert all(one.dtype is torch.float32 for one in converted.model.layers[0].mixer.tno.parameters())
-    found = dict(converted.named_parameters())
-    assert all(torch.equal(found[name], one) for name, one in model.named_parameters() if ".tno." not in name)
-
-
-@pytest.mark.parametrize(("build", "message"), [
-    (lambda: lively_language_model(tno_type="rtf"), "already, got tno_type='rtf' with causal=True"),
-    (lambda: seeded(TnnForMaskedLM, tiny_config(causal=False)), "tno_type='rpe' with causal=False"),
-])  # fmt: skip
-def test_refused_models(build, message):
-    with pytest.raises(ValueError, match=message):
-        distil.convert_by_gradient(build(), 4, 4, 1, 0.1)
-
-
 STARTS = runpy.run_path(str(ROOT / "docs" / "research" / "starts.py"))
 FAMILIES, kernels_of, effective_rank, horizon = (
     STARTS[name] for name in ("FAMILIES", "kernels_of", "effective_rank", "horizon")
@@ -279,61 +224,3 @@ def test_every_start(family, tmp_path):
         found = {group["lr"] for group in trainer.create_optimizer().param_groups}
         assert found == ({0.01} if start.rate is None else {0.01, start.rate[1] * 0.01}), name
         assert all(np.isfinite(kernels).all() for kernels in kernels_of(trainer.model)), name
-
-
-def test_options():
-    """Groups of the command line stay beside those of a start, which is one that the family has."""
-    number = list(FAMILIES["kernels"]).index("the same, encoder at 5 times the rate")
-    args = STARTS["StartArguments"](variants=["rpe"], parameter_groups=["embed:learning_rate=1e-5"])
-    given = STARTS["with_start"](args, number, 0.01).parameter_groups
-    assert len(given) == 2 and given[1] == "embed:learning_rate=1e-5"
-    with pytest.raises(ValueError, match="--starts must be from 0 to 4 with --family fd, got 3 5"):
-        STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[3, 5])
-    assert STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[4]).starts == [4]
-
-
-RANKS = {
-    "free: the identity": (1, 1),
-    "free: all lags of a channel equal": (1, 1),
-    "free: noise of norm 1 on the first 8 lags": (5, 8),
-    "free: one lag for each channel, below 16": (12, 16),
-    "free: its usual start, noise on all lags": (20, 64),
-}
-
-
-def test_kernels_are_those_that_the_start_names():
-    """Free ones whatever the decay of the operator; time constants of 0.1 to 16 lags, of norm 1; identities."""
-    for name, (least, most) in RANKS.items():
-        for kernels in kernels_of(started_model(name)):
-            assert least - 1e-6 <= effective_rank(kernels) <= most + 1e-6, name
-            assert "usual" in name or np.linalg.norm(kernels, axis=1) == pytest.approx(1, rel=1e-5), name
-    spread = started_model("`rpe`, learned decays of 0.1 to 16 lags")
-    for operator, kernels in zip(STARTS["operators"](spread), kernels_of(spread), strict=True):
-        assert np.linalg.norm(kernels, axis=1) == pytest.approx(1, rel=1e-4)
-        rates = operator._decay_rate(torch.float32)[:, 0].detach().numpy()
-        assert rates[[0, -1]] == pytest.approx(np.exp([-10, -1 / 16]), abs=1e-4) and (np.diff(rates) > 0).all()
-    for kernels in kernels_of(started_model("the identity alone", "ski")):
-        assert kernels == pytest.approx(np.eye(1, 127, 63).repeat(len(kernels), axis=0), abs=1e-6)
-    usual, more = (kernels_of(started_model(name, "fd")) for name in ("output x 3", "plus the identity"))
-    for first, second in zip(usual, more, strict=True):
-        assert second - first / 3 == pytest.approx(np.eye(1, 64).repeat(len(first), axis=0), abs=1e-5)
-
-
-def test_fitted_kernels():
-    """Hat functions have them within 15%; the horizon is that of the kernels."""
-    torch.manual_seed(1)
-    model, make = started_model("`rpe`, the papers' start"), STARTS["LOCAL"]
-    wanted = [make(48, 64).double().numpy() for _ in range(2)]
-    kernels = iter(wanted)
-    with torch.no_grad():
-        STARTS["fitted"](lambda channels, length: torch.from_numpy(next(kernels)), with_hats=True)(model)
-    for found, expected in zip(kernels_of(model), wanted, strict=True):
-        assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
-        assert horizon(found) == pytest.approx(horizon(expected), abs=2)
-
-
-def test_effective_rank_and_horizon():
-    assert effective_rank(np.diag(np.arange(1.0, 9.0))) == pytest.approx(8), "whatever their norms"
-    assert effective_rank(np.ones((8, 5))) == pytest.approx(1)
-    assert horizon(np.array([[1.0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]])) == 3
-    assert horizon(np.array([[0.0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0]])) == 1

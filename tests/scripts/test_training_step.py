@@ -2,18 +2,14 @@
 
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
 from helpers.models import slow
 from helpers.scripts import (
@@ -30,14 +26,12 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import PoleCallback
-from modeling_tnn.data.streaming import StreamLoader
 from modeling_tnn.data.text import BlockStream
 from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
-from modeling_tnn.training import accelerate_loop, passes
+from modeling_tnn.training import accelerate_loop
 from modeling_tnn.training.accelerate_loop import Pretraining, StepReports
 from tnn_cli.runs import checkpoints
-from tnn_cli.training_arguments import PretrainArguments
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU
@@ -238,16 +232,6 @@ def test_a_recorded_step(passes, pretrain, tmp_path, monkeypatch, caplog):
         assert figures(tmp_path / "plain") == figures(tmp_path / other)
 
 
-def test_what_is_recorded(monkeypatch):
-    """One GPU, without the scaler of fp16."""
-    monkeypatch.setattr(passes, "CudaRecorder", lambda device: "recorder")
-    for device, engine, scaler in (("cuda", "NO", None), ("cpu", "NO", None), ("cuda", "MULTI_GPU", None),
-                                   ("cuda", "NO", "fp16")):  # fmt: skip
-        state = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType(engine), scaler=scaler)
-        records = (device, engine, scaler) == ("cuda", "NO", None)
-        assert (passes.recorder_for(state) == "recorder") == records
-
-
 @pytest.mark.parametrize("when, broken, optim", [("at once", "gradient", "adamw_torch"), ("late", "gradient", "muon"),
                                                  ("late", "loss", "adamw_torch_fused")])  # fmt: skip
 def test_a_step_that_is_not_finite_changes_nothing(when, broken, optim, pretrain, monkeypatch, request):
@@ -323,29 +307,3 @@ def test_a_signal_for_the_whole_group(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM, output
     assert f"stopped by a signal at step {step}. Continue with" in output and "Traceback" not in output
     assert "huggingface/tokenizers" not in output
-
-
-def test_loader_for_an_accelerator(monkeypatch):
-    """Pinned memory and processes; on a CPU they would only cost. The examples can be sent to such a process."""
-    stream = pickle.loads(pickle.dumps(BlockStream(Dataset.from_dict({"input_ids": [[3], [4]]}), None, False)))
-    assert stream[0].keys() == {"input_ids", "labels"}
-    monkeypatch.setattr(DataLoader, "__init__", lambda self, *arguments, **options: vars(self).update(options))
-    args = PretrainArguments()
-    for device, workers, pinned in (("cpu", 0, False), ("cuda", 2, True), ("mps", 2, False)):
-        run = SimpleNamespace(args=args, accelerator=SimpleNamespace(device=torch.device(device)))
-        loader = Pretraining._loader(run, stream, 1, 0, 1)
-        assert (loader.num_workers, loader.persistent_workers, loader.pin_memory) == (workers, workers > 0, pinned)
-
-
-def test_streamed_batches_are_pinned(monkeypatch):
-    """The pieces of the workers are, but what is put together of them is new memory."""
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.shape) or self)
-    batches = StreamLoader.__new__(StreamLoader)
-    stream = SimpleNamespace(states={}, device=torch.device("cpu"))
-    for batches.pin_memory, expected in ((True, [(4, 3)]), (False, [])):
-        batches.stream, batches.workers = stream, 2
-        batches.loader = [{"input_ids": torch.ones(2, 3), "numbers": torch.tensor(n), "states": {}}
-                          for n in ([0, 2], [1, 3])]  # fmt: skip
-        assert [batch["input_ids"].shape for batch in batches] == [(4, 3)] and pinned == expected
-        pinned.clear()

@@ -33,7 +33,7 @@ from modeling_tnn.tno_rpe import RPE_INPUTS
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
 from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES
 from modeling_tnn.tno_ski import INITIAL_DEVIATIONS
-from tnn_cli.training_arguments import find_training, read_presets, rule_of
+from tnn_cli.training_arguments import read_presets
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("*/config.json"))
@@ -302,9 +302,6 @@ def test_weights_of_another_operator_are_refused(tmp_path):
         TnnModel.from_pretrained(tmp_path, config=tiny_config("fd"))
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def test_every_folder_is_a_preset():
     assert {"tnn-tiny", "tnn-causal", "lra/tnn-listops", "peers/gpt2-tiny"} <= set(list_presets())
     assert len(list_presets()) == len(list(configuration_folder().glob("**/config.json")))
@@ -352,23 +349,3 @@ def test_unknown_name_of_the_package():
     with pytest.raises(AttributeError, match="no attribute 'TnnForEverything'"):
         modeling_tnn.TnnForEverything  # noqa: B018
     assert {"TnnForCausalLM", "load_preset"} <= set(dir(modeling_tnn))
-
-
-def test_every_preset_says_how_it_was_trained():
-    page = (ROOT / "docs/reference/presets.md").read_text()
-    for name, preset in read_presets().items():
-        assert re.search(rf"\| `{name}` .* {preset.parameters:,} \|", page), name
-        assert (preset.recipe is None) == (preset.learning_rate is None)
-        assert preset.figures is None or (ROOT / f"docs/research/figures/{preset.figures}.json").is_file()
-        assert (preset.minutes is None) or preset.figures
-    assert set(read_presets()) == set(list_presets())
-
-
-def test_rates_and_schedules_are_the_measured_ones():
-    rates = {name: read_presets()[name].learning_rate for name in ("tnn-tiny", "tnn-small", "peers/mamba2-tiny")}
-    assert rates == {"tnn-tiny": 8e-3, "tnn-small": 4e-3, "peers/mamba2-tiny": 1.6e-2}
-    rules = [rule_of(*one).learning_rate for one in ((128, True), (256, True), (128, False))]
-    assert rules == [8e-3, 4e-3, 4e-3]
-    options = find_training(str(preset_folders()["tnn-small"])).schedule(240)
-    assert options.pop("lr_scheduler_type") == "warmup_stable_decay" and options.pop("warmup_steps") == 20
-    assert options == {"lr_scheduler_kwargs": {"num_decay_steps": 40}} and find_training("small-other") is None

@@ -1,13 +1,8 @@
 """Image classification, and the flags of the Long Range Arena models: window, image, batch norm, positions, start."""
 
-import contextlib
-
-import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from PIL import Image
-from transformers import AutoImageProcessor, AutoModel, Trainer, TrainingArguments, ViTImageProcessor, pipeline
+from transformers import AutoModel
 
 from helpers.heads import HeadTests, LayerTests
 from helpers.models import BIDIRECTIONAL, image_config, relative_error, seeded, tiny_config
@@ -93,41 +88,6 @@ def test_input_embeddings_are_the_patches():
     model.requires_grad_(False)
     model.enable_input_require_grads()
     assert model(torch.randn(1, 3, 24, 24)).logits.requires_grad
-
-
-def striped_pictures() -> list[tuple[Image.Image, int]]:
-    """Vertical, horizontal and diagonal stripes of random phase, with their labels."""
-    rng, rows = np.random.default_rng(0), []
-    y, x = np.mgrid[:24, :24]
-    for index in range(96):
-        label = index % 3
-        wave = np.sin((x, y, x + y)[label] * 1.3 + rng.uniform(0, 6))
-        noisy = 128 + 80 * wave[..., None] + rng.normal(0, 10, (24, 24, 3))
-        rows.append((Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), label))
-    return rows
-
-
-@pytest.mark.slow
-def test_training_and_pipeline(tmp_path):
-    """With an image processor, Trainer and the pipeline: it learns which way stripes run."""
-    torch.manual_seed(0)
-    striped = striped_pictures()
-    processor = ViTImageProcessor(size={"height": 24, "width": 24})
-    rows = [{"pixel_values": processor(image)["pixel_values"][0], "labels": label} for image, label in striped]
-    labels = {0: "vertical", 1: "horizontal", 2: "diagonal"}
-    model = TnnForImageClassification(image_config(id2label=labels, label2id={v: k for k, v in labels.items()}))
-    arguments = TrainingArguments(tmp_path / "run", num_train_epochs=6, learning_rate=3e-3, save_strategy="no",
-                                  per_device_train_batch_size=16, dataloader_pin_memory=False)  # fmt: skip
-    Trainer(model, arguments, train_dataset=Dataset.from_list(rows[:84]).with_format("torch")).train()
-    model.save_pretrained(tmp_path)
-    processor.save_pretrained(tmp_path)
-    # Without torchvision, transformers 5.17 can make an image processor, but not find one.
-    with contextlib.suppress(ImportError):
-        processor = AutoImageProcessor.from_pretrained(tmp_path)
-    assert processor.size["height"] == 24
-    classify = pipeline("image-classification", model=str(tmp_path), image_processor=processor)
-    answers = classify([image.resize((48, 48)) for image, _ in striped[84:]], top_k=1)
-    assert [answer[0]["label"] for answer in answers] == [labels[label] for _, label in striped[84:]]
 
 
 def test_refused_configurations():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from scipy import signal
 from torch import nn
@@ -21,8 +20,7 @@ from modeling_tnn.tno_rpe import RelativePositionEncoder
 from modeling_tnn.tno_rtf import companion_matrix, monic
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
-theory, shapes = import_module("theory"), import_module("kernel_shapes")
-draw = import_module("draw")
+theory = import_module("theory")
 
 
 @pytest.mark.parametrize("kind", theory.DEGREES)
@@ -112,46 +110,6 @@ def test_how_kernels_fall(act):
         assert far < 1e-15 and near < 1e-3
 
 
-def test_stable_region():
-    """The triangle is where poles are inside the unit circle, and Montel's square is half of it."""
-    a1, a2 = np.random.default_rng(0).uniform((-2.2, -1.2), (2.2, 1.2), (2000, 2)).T
-    radius = np.array([np.abs(np.roots([1, *pair])).max() for pair in zip(a1, a2, strict=True)])
-    stable, montel = theory.is_stable(a1, a2), theory.is_montel(a1, a2)
-    assert (stable == (radius < 1)).all() and stable[montel].all()
-    a1, a2 = np.meshgrid(np.linspace(-2, 2, 1001), np.linspace(-1, 1, 1001))
-    assert theory.is_montel(a1, a2).mean() / theory.is_stable(a1, a2).mean() == pytest.approx(0.5, abs=0.01)
-    for region, holds in ((draw.TRIANGLE, theory.is_stable), (draw.SQUARE, theory.is_montel)):
-        corners = np.array(region)
-        inside = np.random.default_rng(0).dirichlet(np.ones(len(corners)), 500) @ corners
-        outside = corners.mean(axis=0) + 1.05 * (corners - corners.mean(axis=0))
-        assert holds(*inside.T).all() and not holds(*outside.T).any(), "as it is drawn"
-
-
-def test_initialised_denominators():
-    """Xavier's bound puts some poles of order 2 outside the circle, Montel's none, nor does the constraint."""
-    a1, a2 = theory.initial_denominators("xavier", None).T
-    assert theory.is_stable(a1, a2).mean() == pytest.approx(0.91, abs=0.02)
-    assert theory.is_montel(a1, a2).mean() == pytest.approx(0.83, abs=0.02)
-    for initializer, constraint in (("montel", None), ("xavier", "l1_montel")):
-        assert theory.is_montel(*theory.initial_denominators(initializer, constraint).T).all()
-
-
-def test_shapes_of_kernels():
-    """A smooth kernel is of low rank, one with a spike is that and a sparse matrix, and noise is neither."""
-    lags = np.arange(1 - shapes.LENGTH, shapes.LENGTH)
-    smooth = np.exp(-((lags / 60) ** 2))
-    found = {name: shapes.shape(kernel) for name, kernel in {
-        "smooth": smooth,
-        "spiky": smooth + 3 * (-1.0) ** lags * (abs(lags) < 5),
-        "noise": np.random.default_rng(0).normal(size=len(lags)),
-    }.items()}  # fmt: skip
-    assert found["smooth"]["left_low_rank"] < 0.01 > found["smooth"]["rough_near"]
-    assert found["spiky"]["left_both"] < 0.01 and found["spiky"]["left_low_rank"] > 0.5
-    assert found["spiky"]["rough_near"] > 2 > 0.01 > found["spiky"]["rough_far"]
-    assert found["noise"]["left_both"] > 0.5 and abs(found["noise"]["rough_far"] - 1.5) < 0.2
-    assert found["spiky"]["rank_near"] > 5 > found["spiky"]["rank_far"] and found["noise"]["rank_far"] > 25
-
-
 SIZES = (1, 2, 17, 40)
 
 
@@ -195,17 +153,6 @@ def test_convolutions(size):
         check(product, lambda v, filters: convolved(v, filters, left, size - 1 - left), inputs)
         same = conv1d(inputs[0].transpose(1, 2), inputs[1][:, None], groups=3, padding="same")
         assert relative_error(product(*inputs), same.transpose(1, 2)) < 1e-13
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_full_convolution(size):
-    """Equations 12 and 27: the input is padded, and row s of T has h_{s-t}. (Equation 11 has it transposed.)"""
-    x, h, length = random(1, 17, 1).detach(), random(1, size).detach(), 17
-    y = causal_toeplitz_matmul(pad(x, (0, 0, 0, size - 1)), h)[0, :, 0]
-    matrix = torch.from_numpy(scipy.linalg.convolution_matrix(h[0].numpy(), length))
-    torch.testing.assert_close(y, matrix @ x[0, :, 0])
-    taps = pad(h, (0, length - 1))
-    torch.testing.assert_close(dense_toeplitz(two_sided(taps))[0][:, :length], matrix)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -272,19 +219,6 @@ def set_filter(operator, denominator: torch.Tensor, taps: torch.Tensor):
     operator.denominator.copy_(denominator)
     operator.direct.copy_(above[:, 0])
     operator.numerator.copy_(above[:, 1 : below.shape[1]] - above[:, :1] * below[:, 1:])
-
-
-@ORDERS
-def test_a_state_space_model_is_a_toeplitz_matrix(order):
-    """TNN equations 13 to 16: u_i = A u_{i-1} + B x_i and y_i = C u_i are y = T x with T_{i-j} = C A^{i-j} B."""
-    transition, given, read, _ = random_system(order, seed=0)
-    x, state, outputs = np.random.default_rng(1).normal(size=33), np.zeros((order, 1)), []
-    for now in x:
-        state = transition @ state + given * now
-        outputs.append((read @ state).item())
-    taps = [(read @ np.linalg.matrix_power(transition, lag) @ given).item() for lag in range(33)]
-    matrix = dense_toeplitz(two_sided(torch.tensor([taps], dtype=torch.float64)))  # (1, 33, 33)
-    assert np.allclose(matrix[0].numpy() @ x, outputs, atol=1e-10)
 
 
 @pytest.mark.parametrize(("order", "size"), [(1, 64), (2, 63), (5, 64)])
