@@ -219,17 +219,6 @@ assert transformers.AutoModel._model_mapping[Config] is Model
 import pickle
 mapping = pickle.loads(pickle.dumps(transformers.AutoModel._model_mapping))
 assert mapping[modeling_tnn.TnnConfig] is modeling_tnn.TnnModel
-
-# Another release of transformers.
-from modeling_tnn import auto_classes
-del transformers.AutoModel._model_mapping._extra_content[modeling_tnn.TnnConfig]
-class Mapping(type(transformers.AutoModel._model_mapping)):
-    _extra_content = property(lambda self: None)
-    def register(self, key, value, exist_ok=False):
-        self.registered = (key, value)
-transformers.AutoModel._model_mapping.__class__ = Mapping
-auto_classes.register()
-assert transformers.AutoModel._model_mapping.registered == (modeling_tnn.TnnConfig, modeling_tnn.TnnModel)
 """
 
 

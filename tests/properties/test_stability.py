@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
 from helpers.models import RandomTexts, relative_error, seeded, tiny_config
@@ -90,36 +89,6 @@ def test_a_projection_that_fails_changes_no_layer():
         with pytest.raises(ValueError, match="`radius` must be in \\(0, 1\\), got"):
             project_poles(model, radius)
     assert torch.equal(model.model.layers[0].mixer.tno.denominator, before)
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = self.waits = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        self.waits += function._schema.name == "aten::nonzero"
-        return function(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("coefficient, most", [(0.0, 25), (-0.5, 8 * 16 + 40)])
-def test_layers_are_watched_together(coefficient, most):
-    """The check of every step: few operations where sums tell, else one recursion for all layers.
-
-    The polynomials are those of poles 0.5, twice, for which sums do not tell.
-    """
-    counts = {}
-    for layers in (2, 6):
-        model = seeded(TnnForCausalLM, tiny_config(**UNCONSTRAINED, num_hidden_layers=layers, rtf_state_size=16))
-        with torch.no_grad():
-            for layer in model.model.layers:
-                layer.mixer.tno.denominator[0, :2] = torch.tensor([2 * coefficient, coefficient**2])
-        with Operations() as operations:
-            project_poles(model, 0.9)
-        assert operations.waits == 1
-        counts[layers] = operations.count
-    assert counts[6] - counts[2] <= 4 * 5 and counts[2] <= most, counts
 
 
 def train(model, callbacks, folder, steps=4, **options):

@@ -50,7 +50,7 @@ main()
 # What the package brings alone.
 WITHOUT_EXTRAS = """
 import sys
-extras = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio")
+extras = ("accelerate", "datasets", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio")
 for name in (*extras, "peft"):  # which transformers imports if it is there, and needs accelerate
     sys.modules[name] = None
 from tnn_cli.programs.tnn import main

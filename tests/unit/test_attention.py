@@ -9,9 +9,8 @@ import torch
 from helpers.hybrids import DIRECTIONS, HEADS, HYBRIDS, ROPE, attention_by_definition, hybrid_config
 from helpers.mixers import MIXED, MixerTests
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel, numerics
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.inputs import token_positions
-from modeling_tnn.kernels import stacking
 from modeling_tnn.mixers import view_of
 from modeling_tnn.plotting.reading import read_model
 from modeling_tnn.tno import Pass
@@ -200,22 +199,6 @@ def test_dropout_of_attention():
     weights = model(IDS, output_attentions=True).attentions[0]
     causal = torch.ones(weights.shape[2:]).tril().bool()
     assert 0.2 < (weights[:, :, causal] == 0).float().mean() < 0.3 and 0.8 < weights.sum(-1).mean() < 1.2
-
-
-def test_kernels_of_all_layers_at_once(monkeypatch):
-    """As on an accelerator: those of the Toeplitz layers, around the layer of attention."""
-    kinds = ["toeplitz", "full_attention", "toeplitz", "toeplitz"]
-    model = language_model("full", use_cache=False, layer_types=kinds, num_hidden_layers=4)
-    expected, made = model(IDS).logits, []
-    function = stacking.kernels_of_operators
-
-    def counted(operators, x):
-        made.append(len(operators))
-        return function(operators, x)
-
-    monkeypatch.setattr(stacking, "kernels_of_operators", counted)
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    assert relative_error(model(IDS).logits, expected) < 1e-5 and made == [3]
 
 
 def test_overrides_of_a_command_line():

@@ -97,13 +97,6 @@ def test_ordinary_positions_mean_nothing():
         assert torch.equal(found, expected), name
 
 
-def test_padding_is_less_than_half():
-    positions = torch.cat([torch.arange(n) for n in (600, *[3, 4, 3] * 10)])[None]
-    documents = documents_of(torch.zeros(1, 700), None, positions)
-    inside = documents.batches.inside
-    assert inside.numel() < 2 * 700 and inside.sum() == 700
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_trainer(causal, tmp_path):
     """With the collator, and with rows that were packed before: Trainer must not drop their positions."""

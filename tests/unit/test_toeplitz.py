@@ -139,12 +139,3 @@ def test_refused():
             function(v, kernel)
     with pytest.raises(ValueError, match=r"\(3, 4\)"):
         dense_toeplitz(torch.ones(3, 4))
-
-
-def test_long_transforms_are_not_alone():
-    """A chunk has at least eight; short ones fill 2^18 numbers."""
-    for batch, length, expected in ((1, 512, 256), (1, 65536, 8), (2, 65536, 4), (9, 65536, 1)):
-        size = next_fast_len(2 * length - 1)
-        windows = toeplitz_fused.Windows(size, size)
-        chosen = toeplitz_fused.chunks(torch.empty(1000, batch, 1).expand(-1, -1, length), windows)
-        assert chosen[0] == slice(0, expected) and chosen[-1].stop == 1000
