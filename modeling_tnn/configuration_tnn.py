@@ -42,7 +42,7 @@ CHOICES = {
     "tno_implementation": IMPLEMENTATIONS,
     "fd_input": ("omega", "cos"),
     "rpe_input": ("lag", "normalized", "sinusoidal"),
-    "ski_interpolation": ("linear", "cubic", "released"),
+    "ski_interpolation": ("linear", "released"),
     "ski_initializer": ("normal", "local"),
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
@@ -224,8 +224,8 @@ class TnnConfig(PreTrainedConfig):
         ski_rank: Number of inducing points, at least 2.
         ski_grid_length (defaults to `max_position_embeddings`): Number of positions with inducing points.
         ski_filter_size: Number of taps of the short filter of `"ski"`; an even number is raised by one.
-        ski_interpolation: Interpolation between inducing points: `"linear"`, from two per position, `"cubic"`, from
-            four, or `"released"`, for models trained with the released code.
+        ski_interpolation: Interpolation between inducing points: `"linear"`, as published, or `"released"`, for models
+            trained with the released code.
         ski_initializer: First values: `"normal"`, all from N(0, 1), as in the released code, or `"local"`, a short
             filter of norm 1 (taps from N(0, 1/taps)) and a low-rank part of zeros.
         ski_decay: lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].

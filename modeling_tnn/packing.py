@@ -130,16 +130,6 @@ class Documents(NamedTuple):
         real = torch.ones_like(starts) if self.mask is None else self.mask
         return (count_real(starts, real) - 1).clamp(min=0)
 
-    def origins(self) -> torch.Tensor:
-        """The number of the first token of each token's document among all T, `(T,)`."""
-        starts = self.starts.to(self.device).flatten()
-        return torch.where(starts, torch.arange(starts.numel(), device=self.device), 0).cummax(dim=0).values
-
-    def spread(self, places: int) -> "Documents":
-        """The documents of rows in which each token has so many places. None of them is padding."""
-        starts = torch.nn.functional.pad(self.starts[..., None], (0, places - 1)).flatten(1)  # (B, places L)
-        return Documents(starts, None, self.device)
-
     def convolve(self, v: torch.Tensor, kernel: torch.Tensor, causal: bool, implementation: str) -> torch.Tensor:
         """In a graph, the product of each document of `v` `(B, L, D)` with causal taps `(D, K)` or 2R - 1 lags."""
         kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))

@@ -1,17 +1,14 @@
 """Apply a sparse plus low-rank operator by structured kernel interpolation ("SKI to go Faster": SKI-TNO).
 
-    T = S + W A W^T,    W_ik = phi(|i / h - k|)                                                              (1)
-    linear    phi(u) = 1 - u up to 1, else 0
-    cubic     phi(u) = (1 - u^2)(2 - u) / 2 up to 1, (1 - u)(2 - u)(3 - u) / 6 up to 2, else 0
+    T = S + W A W^T,    W_ik = max(0, 1 - |i / h - k|)                                                       (1)
     released  W_iu = f a, W_i(u+1) = f (1 - a),  u = min(smallest k with k h >= s_i, R - 2),  a = s_i / h - u,
               s_i = i P / (P - 1),  f = lambda^(s_i P)                                                       (2)
 
 B batch, L length, D channels, K points, R inducing points, P = `ski_grid_length`. S is a band matrix, a short filter.
 A is the Toeplitz matrix of the kernel at the inducing points, which are h = (P - 1)/(R - 1) positions apart. W
-interpolates between them: linearly, or by the cubic polynomial through the two points on either side (section 3.2.1),
-for which there is a further point before the first position and behind the last one. Away from the band the kernel is
-a function of the inverse time warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between
-2R + 1 equally spaced points of [-1, 1] with the values betas, 0, alphas.
+interpolates linearly between them (section 3.2.1). Away from the band the kernel is a function of the inverse time
+warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between 2R + 1 equally spaced points of
+[-1, 1] with the values betas, 0, alphas.
 
 The grid does not depend on the input: a sequence of L <= P positions uses the first inducing points, and a longer one
 gets more points at the same distance. (The paper scales the grid to each input; for L = P both agree.) W A W^T is
@@ -26,7 +23,8 @@ points, each by one small dense product, a few of the M rows of x at a time. The
 by point (measured at L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; row by row, 1.2).
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -45,7 +43,6 @@ from .numerics import (
     is_transformed,
     next_fast_len,
 )
-from .packing import Documents
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, exported_convolution, fit_lags, toeplitz_matmul
 
@@ -53,29 +50,13 @@ BLOCK, ROWS = 8, 512  # points in a block, and rows at a time
 LARGEST_MATRIX = 2**24  # numbers in a matrix W that an accelerator builds
 
 
-def hat(distance: torch.Tensor) -> torch.Tensor:
-    """phi of linear interpolation at distances u >= 0."""
-    return (1 - distance).clamp(min=0)
-
-
-def cubic(distance: torch.Tensor) -> torch.Tensor:
-    """phi of cubic interpolation at distances u >= 0."""
-    near = (1 - distance.square()) * (2 - distance) / 2
-    far = (1 - distance) * (2 - distance) * (3 - distance) / 6
-    return torch.where(distance <= 1, near, torch.where(distance < 2, far, 0))
-
-
-# The number of points on each side of a position that have a weight, and phi.
-INTERPOLATIONS = {"linear": (1, hat), "cubic": (2, cubic)}
-
 # Standard deviations of m taps and of the values alphas and betas at the start.
 INITIAL_DEVIATIONS = {"normal": lambda taps: (1.0, 1.0), "local": lambda taps: (taps**-0.5, 0.0)}
 
 
-def interpolation_weights(positions: torch.Tensor, num_points: int, phi: Callable = hat) -> torch.Tensor:
-    """The matrix `(M, num_points)` of interpolation between values at 0, 1, .. for `positions` `(M,)` among them."""
-    points = torch.arange(num_points, device=positions.device, dtype=positions.dtype)
-    return phi((positions[:, None] - points).abs())
+def interpolation_weights(distances: torch.Tensor) -> torch.Tensor:
+    """The weights of linear interpolation between values at distance 1, at signed `distances` from them."""
+    return (1 - distances.abs()).clamp(min=0)
 
 
 class InducingGrid(NamedTuple):
@@ -84,32 +65,26 @@ class InducingGrid(NamedTuple):
     length: int  # number of positions L
     intervals: int
     steps: int
-    kind: str = "linear"  # a name of `INTERPOLATIONS`
-
-    @property
-    def before(self) -> int:
-        """The number of points before the first position, and of those behind the last one."""
-        return INTERPOLATIONS[self.kind][0] - 1
 
     @property
     def num_points(self) -> int:
-        """The number of points K: the smallest that reaches the last position, and those on either side."""
-        return ((self.length - 1) * self.intervals + self.steps - 1) // self.steps + 1 + 2 * self.before
+        """The number of points K: the smallest that reaches the last position."""
+        return ((self.length - 1) * self.intervals + self.steps - 1) // self.steps + 1
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Blocks of positions, each with the slice of points that have a weight there."""
-        for point in range(0, self.num_points - 2 * self.before, BLOCK):
+        for point in range(0, self.num_points, BLOCK):
             # The first positions at or after two points, counted from the one at the first position.
             start, stop = (-(-end * self.steps // self.intervals) for end in (point, point + BLOCK))
             stop = min(stop, self.length)
             if start < stop:
-                yield slice(start, stop), slice(point, min(point + BLOCK + 1 + 2 * self.before, self.num_points))
+                yield slice(start, stop), slice(point, min(point + BLOCK + 1, self.num_points))
 
     def weights(self, positions: slice, points: slice, like: torch.Tensor) -> torch.Tensor:
-        """One block of W in the dtype of `like`."""
-        index = torch.arange(positions.start, positions.stop, device=like.device, dtype=like.dtype)
-        places = index * self.intervals / self.steps - (points.start - self.before)  # (M,), among the points
-        return interpolation_weights(places, points.stop - points.start, INTERPOLATIONS[self.kind][1])
+        """One block of W in the dtype of `like`. In whole numbers: float32 has no digits left behind a million."""
+        scaled = torch.arange(positions.start, positions.stop, device=like.device)[:, None] * self.intervals  # (M, 1)
+        behind = torch.arange(points.start, points.stop, device=like.device) - scaled // self.steps  # (M, K)
+        return interpolation_weights((scaled % self.steps).to(like.dtype) / self.steps - behind.to(like.dtype))
 
     def matrix(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix W, `(L, K)`."""
@@ -123,7 +98,6 @@ class ReleasedGrid(NamedTuple):
     num_points: int  # R, for every length
     longest: int  # P
     decay: float  # lambda
-    before = 0
 
     def blocks(self) -> list[tuple[slice, slice]]:
         """One block of all positions and points."""
@@ -199,8 +173,7 @@ class SkiOperator(ToeplitzOperator):
         super().__init__(config, layer_idx)
         self.rank, self.decay, self.longest = config.ski_rank, config.ski_decay, config.ski_grid_length
         self.kind, self.initializer = config.ski_interpolation, config.ski_initializer
-        self.half_width = config.ski_filter_size // 2
-        self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.half_width + 1))
+        self.filter = nn.Parameter(torch.empty(self.channels, config.ski_filter_size // 2 * 2 + 1))
         self.alphas = nn.Parameter(torch.empty(self.channels, self.rank))
         self.betas = nn.Parameter(torch.empty(self.channels, self.rank))
 
@@ -217,15 +190,18 @@ class SkiOperator(ToeplitzOperator):
 
     def warped_kernel(self, lags: torch.Tensor) -> torch.Tensor:
         """The kernel without the short filter at the `lags` `(M,)`, `(D, M)`."""
-        warped = torch.where(lags < 0, -1.0, 1.0).to(lags.dtype) * self.decay ** lags.abs()  # (M,)
+        # Not a power of lambda, which is rounded: in float32 3% would be lost at a million lags.
+        fading = torch.exp(lags.abs() * math.log(self.decay))  # (M,)
+        warped = torch.where(lags < 0, -1.0, 1.0).to(lags.dtype) * fading
+        points = torch.arange(-self.rank, self.rank + 1, device=lags.device, dtype=lags.dtype)  # (2R+1,)
         values = torch.cat([self.betas, torch.zeros_like(self.betas[:, :1]), self.alphas], dim=1)  # (D, 2R+1)
-        return values.to(lags.dtype) @ interpolation_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
+        return values.to(lags.dtype) @ interpolation_weights(warped[:, None] * self.rank - points).t()
 
     def grid(self, length: int) -> InducingGrid | ReleasedGrid:
         """The inducing points of a sequence of `length` positions."""
         if self.kind == "released":
             return ReleasedGrid(length, self.rank, self.longest, self.decay)
-        return InducingGrid(length, self.rank - 1, max(self.longest - 1, 1), self.kind)
+        return InducingGrid(length, self.rank - 1, max(self.longest - 1, 1))
 
     def inducing_coefficients(self, num_points: int) -> torch.Tensor:
         """The coefficients of A, `(D, 2 num_points - 1)`."""
@@ -257,35 +233,11 @@ class SkiOperator(ToeplitzOperator):
             mixed = points @ weights.t() + near  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
-    def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-        if self.kind == "released":
-            raise ValueError("`ski_interpolation` must be another for packed rows in a compiled graph, got 'released'")
-        # A document of n > 1 tokens has at most n points, in cubic interpolation n + 2: they fit into `half_width`
-        # places for each token. Position p lies between the points p I // S and the next, I intervals and S steps.
-        x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
-        band, coefficients = self.kernel_of(x.shape[1])
-        near = documents.convolve(x, band, False, self.implementation)
-        grid, origins, rows = self.grid(x.shape[1]), documents.origins(), x.flatten(0, 1)  # (B L, D)
-        scaled = (torch.arange(rows.shape[0], device=x.device) - origins) * grid.intervals  # (B L,)
-        share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), behind the point `behind`
-        half_width, phi = INTERPOLATIONS[self.kind]
-        behind, points = half_width * origins + grid.before + scaled // grid.steps, []
-        values = rows.new_zeros(half_width * rows.shape[0], rows.shape[1])  # (half_width B L, D)
-        for step in range(1 - half_width, half_width + 1):
-            weight = phi((share - step).abs())
-            point = torch.where(weight[:, 0] != 0, behind + step, behind)  # without a weight it may have no place
-            points.append((point, weight))
-            values = values.index_add(0, point, weight * rows)
-        values = values.view(x.shape[0], -1, x.shape[2])  # (B, half_width L, D)
-        values = documents.spread(half_width).convolve(values, coefficients, False, self.implementation).flatten(0, 1)
-        far = sum(weight * values[point] for point, weight in points)  # (B L, D)
-        return (near + far.view(x.shape)).to(v.dtype)
-
     def _convolve_points(self, x: torch.Tensor, coefficients: torch.Tensor, grid) -> torch.Tensor:
         if not is_exported() or extensions.keeps_products():
             return self._convolve_channels(x, coefficients)
         # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
-        size = next_fast_len(2 * (grid.num_points if self.kind == "released" else grid.length + 2 * grid.before))
+        size = next_fast_len(2 * (grid.num_points if self.kind == "released" else grid.length))
         return exported_convolution(x.transpose(0, 1), coefficients, size, grid.num_points - 1).transpose(0, 1)
 
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def roughness(kernel: np.ndarray, chosen: np.ndarray) -> float:
 def left(kernel: np.ndarray, lags: np.ndarray) -> float:
     """||T - W A W^T||^2 for the kernel at the lags, with linear interpolation."""
     parts = Interpolated(
-        lambda s: torch.from_numpy(np.interp(s.numpy(), lags, kernel)), LENGTH, (LENGTH - 1) // STEP + 1, "linear"
+        lambda s: torch.from_numpy(np.interp(s.numpy(), lags, kernel)), LENGTH, (LENGTH - 1) // STEP + 1
     )
     return float((parts.toeplitz - parts.product()).square().sum())
 

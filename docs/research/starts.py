@@ -204,7 +204,7 @@ def scaled_ski(values: float, taps: float, identity: bool = False) -> Callable[[
             operator.betas.mul_(values)
             operator.filter.mul_(taps)
             if identity:
-                operator.filter[:, operator.half_width] += 1
+                operator.filter[:, operator.filter.shape[1] // 2] += 1
 
     return change
 

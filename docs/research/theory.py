@@ -27,9 +27,8 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 LENGTH, WIDTH = 257, 16  # positions, and lags over which the kernel falls
 
-# The degree N of each interpolation, and the largest |psi_N| / (N + 1)! between points at distance 1.
-DEGREES = {"linear": (1, 1 / 8), "cubic": (3, 3 / 128)}
-
+# The largest |psi_N| / (N + 1)! between points at distance 1, for linear interpolation (N = 1).
+PSI = 1 / 8
 
 FD_INPUTS = {"omega": "frequency, as published", "cos": "its cosine"}
 FD_ACTS = {"relu": "ReLU", "silu": "SiLU", "gelu": "GELU"}
@@ -57,11 +56,11 @@ class Interpolated:
         left, right: F `(n, K)` and B `(K, n)`, the kernel between positions and points.
     """
 
-    def __init__(self, kernel: Function, length: int, rank: int, kind: str):
-        grid = InducingGrid(length, rank - 1, length - 1, kind)
+    def __init__(self, kernel: Function, length: int, rank: int):
+        grid = InducingGrid(length, rank - 1, length - 1)
         self.distance = (length - 1) / (rank - 1)
         positions = torch.arange(length, dtype=torch.float64)  # (n,)
-        points = (torch.arange(grid.num_points, dtype=torch.float64) - grid.before) * self.distance  # (K,)
+        points = torch.arange(grid.num_points, dtype=torch.float64) * self.distance  # (K,)
         self.weights = grid.matrix(positions)
         self.middle = kernel(points[:, None] - points)
         self.left = kernel(positions[:, None] - points)
@@ -78,25 +77,23 @@ class Interpolated:
         return self.left @ torch.linalg.pinv(self.middle, rtol=1e-13) @ self.right
 
 
-def error_and_bound(kernel: Function, length: int, rank: int, kind: str) -> dict[str, float]:
+def error_and_bound(kernel: Function, length: int, rank: int) -> dict[str, float]:
     """The two sides of theorem 1, and the error of each form against T, as spectral norms.
 
     The paper writes psi_N as a product over N points; the error of interpolation by N + 1 points has N + 1 factors, as
     its own example h^2 / 8 for N = 1.
     """
-    parts = Interpolated(kernel, length, rank, kind)
+    parts = Interpolated(kernel, length, rank)
     points = len(parts.middle)
     u, s, v = torch.linalg.svd(parts.toeplitz)
     optimal = (u[:, :points] * s[:points]) @ v[:points]
-    degree, psi = DEGREES[kind]
-    largest = largest_derivative(kernel, degree + 1, length + 2 * parts.distance, step=0.05)
-    entry = psi * parts.distance ** (degree + 1) * largest  # bounds the error of an entry of W A and A W^T
+    largest = largest_derivative(kernel, 2, length + 2 * parts.distance, step=0.05)
+    entry = PSI * parts.distance**2 * largest  # bounds the error of an entry of W A and A W^T
     smallest = torch.linalg.svdvals(parts.middle)[-1].item()
     outer = min(norm(parts.left), norm(parts.right))
     nystroem = norm(parts.nystroem() - optimal)
-    bound = math.sqrt(length * points) * entry * ((degree + 1) * math.sqrt(length) + outer / smallest) + nystroem
+    bound = math.sqrt(length * points) * entry * (2 * math.sqrt(length) + outer / smallest) + nystroem
     return {
-        "interpolation": kind,
         "distance": parts.distance,
         "toeplitz_error": norm(parts.product() - parts.toeplitz),
         "error": norm(parts.product() - optimal),
@@ -159,7 +156,7 @@ def initial_denominators(initializer: str, constraint: str | None, channels: int
 
 
 def theorem_1() -> list[dict]:
-    return [error_and_bound(smooth_kernel, LENGTH, rank, kind) for kind in DEGREES for rank in (9, 17, 33, 65)]
+    return [error_and_bound(smooth_kernel, LENGTH, rank) for rank in (9, 17, 33, 65)]
 
 
 def fd_decay() -> list[dict]:

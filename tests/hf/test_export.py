@@ -45,7 +45,6 @@ OPTIONS = [
     {"tno_type": "rtf", "rtf_num_denominators": None, "rtf_state_size": 33},
     SKI | {"ski_rank": 2, "ski_filter_size": 1},
     SKI | {"ski_filter_size": 33},
-    SKI | {"ski_interpolation": "cubic"},
     SKI | {"ski_interpolation": "released"},
     *(fields | {"causal": causal} for fields in MIXED.values() for causal in (True, False)),
 ]

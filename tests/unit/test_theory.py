@@ -23,38 +23,35 @@ sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
 theory = import_module("theory")
 
 
-@pytest.mark.parametrize("kind", theory.DEGREES)
-def test_nystroem_is_the_interpolation_with_the_kernel_itself(kind):
-    """W A W^T = F A^+ B where W A = F and A W^T = B: at a point for each position, else to order h^2 or h^4."""
-    parts = theory.Interpolated(lambda lags: torch.exp(-lags / 20), 33, 9, kind)  # F A^+ B is T; A has no inverse
+def test_nystroem_is_the_interpolation_with_the_kernel_itself():
+    """W A W^T = F A^+ B where W A = F and A W^T = B: at a point for each position, else to order h^2."""
+    parts = theory.Interpolated(lambda lags: torch.exp(-lags / 20), 33, 9)  # F A^+ B is T; A has no inverse
     assert torch.linalg.matrix_rank(parts.middle) == 1 and relative_error(parts.nystroem(), parts.toeplitz) < 1e-12
-    parts = theory.Interpolated(theory.smooth_kernel, 33, 33, kind)
+    parts = theory.Interpolated(theory.smooth_kernel, 33, 33)
     assert relative_error(parts.product(), parts.toeplitz) < 1e-14
     assert relative_error(parts.nystroem(), parts.toeplitz) < 1e-5, "A is nearly singular"
     errors = []
     for rank in (9, 17):
-        parts = theory.Interpolated(theory.smooth_kernel, 33, rank, kind)
+        parts = theory.Interpolated(theory.smooth_kernel, 33, rank)
         pairs = [
             (parts.weights @ parts.middle, parts.left),
             (parts.middle @ parts.weights.t(), parts.right),
             (parts.product(), parts.nystroem()),
         ]
         errors.append([relative_error(*pair) for pair in pairs])
-    order = theory.DEGREES[kind][0] + 1
     for coarse, fine in zip(*errors, strict=True):
-        assert abs(math.log2(coarse / fine) - order) < 0.3
+        assert abs(math.log2(coarse / fine) - 2) < 0.3
 
 
-@pytest.mark.parametrize("kind", theory.DEGREES)
-def test_spectral_error_is_within_its_bound(kind):
+def test_spectral_error_is_within_its_bound():
     """SKI paper, theorem 1; and each of its steps, the bound of an entry of W A - F."""
     for rank in (5, 9, 17, 33):
-        row = theory.error_and_bound(theory.smooth_kernel, 65, rank, kind)
+        row = theory.error_and_bound(theory.smooth_kernel, 65, rank)
         assert 0 < row["error"] <= row["bound"]
-        parts, (degree, psi) = theory.Interpolated(theory.smooth_kernel, 65, rank, kind), theory.DEGREES[kind]
-        derivative = theory.largest_derivative(theory.smooth_kernel, degree + 1, 65 + 2 * row["distance"], step=0.05)
+        parts = theory.Interpolated(theory.smooth_kernel, 65, rank)
+        derivative = theory.largest_derivative(theory.smooth_kernel, 2, 65 + 2 * row["distance"], step=0.05)
         entry = (parts.weights @ parts.middle - parts.left).abs().max().item()
-        assert 0.01 < entry / (psi * row["distance"] ** (degree + 1) * derivative) <= 1 or entry < 1e-12
+        assert 0.01 < entry / (theory.PSI * row["distance"] ** 2 * derivative) <= 1 or entry < 1e-12
 
 
 def encoder(norm: str | None) -> RelativePositionEncoder:
