@@ -259,7 +259,8 @@ class TnnConfig(PreTrainedConfig):
             use: that of the `"last"` real token, or the `"mean"` over all, which needs the whole sequence (no cache).
         classifier_act: Activation between two linear layers of the classification head; None for one layer.
         initializer: `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the causal models of
-            the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT); `"normal_gtu"`: as `"torch"`,
+            the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT), but of maps that read lags,
+            frequencies, values or pixels, whose biases are N(0, initializer_range^2); `"normal_gtu"`: as `"torch"`,
             but N(0, initializer_range^2) for weights and biases of the GTU; `"small_embeddings"`: as `"torch"`, but
             N(0, d^-1.5) for embeddings, so that a new language model does not repeat the token just read.
         initializer_range: Standard deviation of `"normal"` and `"normal_gtu"`.

@@ -199,6 +199,8 @@ class TnnPreTrainedModel(PreTrainedModel):
         if self.config.initializer == "normal_gtu" and getattr(module, "is_gtu_projection", False):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.normal_(module.bias, std=self.config.initializer_range)
+        elif self.config.initializer == "normal" and getattr(module, "maps_zeros", False):
+            init.normal_(module.bias, std=self.config.initializer_range)
         elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d)):
             module.reset_parameters()
         if self.config.initializer in EMBEDDING_POWERS and isinstance(module, nn.Embedding):
@@ -241,7 +243,7 @@ class TnnModel(TnnPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = self.embed_values = None
         if config.input_channels is None:
-            # No padding_idx: for a row of zeros the gradient of an RMS norm is 1e8 times too large.
+            # No padding_idx: an RMS norm gives a row of zeros no direction.
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embed_values = TnnValueEmbedding(config)
@@ -352,8 +354,7 @@ class TnnModel(TnnPreTrainedModel):
         if whole_mask is None and past_length == 0 and not ready and input_ids is not None and can_be_read(input_ids):
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
         if attention_mask is not None:
-            # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: for a row of zeros the gradient
-            # of an RMS norm is 1e8 times too large.
+            # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay as they are.
             inputs_embeds = inputs_embeds.masked_fill(~(attention_mask[..., None] | inputs_embeds.isfinite()), 0)
 
         hidden_states, positions = inputs_embeds, None
@@ -920,6 +921,7 @@ class TnnImageModel(TnnPreTrainedModel):
         super().__init__(config)
         size = config.patch_size
         projection = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
+        projection.maps_zeros = True  # of black patches, to a row that a norm can divide by its length
         self.patch_embedding = nn.Sequential(OrderedDict(projection=projection))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])

@@ -9,6 +9,9 @@
 
 eps is 1e-8 outside the root in the RMS norms and 1e-5 inside the root in the others. All norms compute in float32 or
 float64, for inputs and parameters of any dtype, and return the dtype of the input.
+
+A row below eps, such as one of zeros, has no direction. Its derivative by the formula is up to 1 / eps = 1e8 in each
+of the RMS norms, and their product overflows. Such a row gets the gradient of the identity instead.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,37 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .numerics import compute_dtype, is_on_host
+from .numerics import compute_dtype, is_exported, is_on_host, must_be_eager
+
+
+def root_mean_square(x: torch.Tensor) -> torch.Tensor:
+    """`(..., d)` to `(..., 1)`."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True) / x.shape[-1] ** 0.5
+
+
+def bound_gradient(y: torch.Tensor, x: torch.Tensor, rms: torch.Tensor, eps: float) -> torch.Tensor:
+    """`y`, with the gradient of `x` in rows whose `rms` is below `eps`."""
+    recorded = y.requires_grad and not is_exported()
+    return torch.where(rms < eps, y.detach() + (x - x.detach()), y) if recorded else y
+
+
+class RowNormalization(torch.autograd.Function):
+    """x / (rms(x) + eps), and the gradient of `bound_gradient` in half of the time that its operations take."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.eps = eps
+        return x / (root_mean_square(x) + eps)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        (x,) = ctx.saved_tensors
+        rms = root_mean_square(x)  # (..., 1)
+        small, factor = rms < ctx.eps, 1 / (rms + ctx.eps)
+        along = (gradient * x).sum(-1, keepdim=True) * factor / (x.shape[-1] * rms.clamp(min=ctx.eps))
+        across = torch.addcmul(gradient, x, along.masked_fill(small, 0), value=-1)
+        return across * factor.masked_fill(small, 1), None
 
 
 class SimpleRMSNorm(nn.Module):
@@ -35,8 +68,10 @@ class SimpleRMSNorm(nn.Module):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of `x` `(..., d)` in float32 or float64."""
-        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / self.size**0.5  # (..., 1)
-        return x / (rms + self.eps)
+        if x.requires_grad and torch.is_grad_enabled() and not must_be_eager():
+            return RowNormalization.apply(x, self.eps)
+        rms = root_mean_square(x)
+        return bound_gradient(x / (rms + self.eps), x, rms, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"

@@ -48,6 +48,7 @@ class TnnValueEmbedding(nn.Module):
         super().__init__()
         self.channels = config.input_channels
         self.projection = nn.Linear(2 * config.input_channels, config.hidden_size)
+        self.projection.maps_zeros = True  # of missing values, to a row that a norm can divide by its length
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """`(B, L, C)`, or `(B, L)` of one channel, to `(B, L, d)`."""

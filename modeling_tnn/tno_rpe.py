@@ -80,6 +80,7 @@ class RelativePositionEncoder(nn.Module):
         size, given = config.rpe_dim, (act, config.encoder_norm_type)
         self.residual = config.rpe_residual
         self.in_proj = CastingLinear(1, size) if in_proj is None else in_proj
+        self.in_proj.maps_zeros = True  # lag or frequency 0, to a row that a norm can divide by its length
         self.layers = nn.ModuleList([RelativePositionLayer(size, size, *given) for _ in range(config.rpe_layers)])
         if not config.rpe_hidden_norm:
             for layer in self.layers:

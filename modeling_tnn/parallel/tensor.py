@@ -24,6 +24,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, Tenso
 
 from ..configuration_tnn import GTU, HYENA, S4, TOEPLITZ
 from ..extensions import extensions
+from ..norms import bound_gradient
 from ..numerics import compute_dtype
 from .channels import LocalOperator, channels_of, local, total
 
@@ -132,8 +133,8 @@ class SlicedOperatorStyle(OperatorStyle):
 # Norms of channels `(..., D / P)` of this process; `total` adds over the channels of all.
 def rms_norm(norm: nn.Module, x: torch.Tensor, given: dict, total: Callable) -> torch.Tensor:
     # The least number keeps the derivative of the root finite. Beside eps it is nothing.
-    length = total(x.square()).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
-    y = x / (length / norm.size**0.5 + norm.eps) * given.get("weight", 1)
+    rms = total(x.square()).clamp(min=torch.finfo(x.dtype).tiny).sqrt() / norm.size**0.5
+    y = bound_gradient(x / (rms + norm.eps), x, rms, norm.eps) * given.get("weight", 1)
     return y * torch.sigmoid(given["gate"] * x) if "gate" in given else y
 
 

@@ -4,14 +4,23 @@ import resource
 
 import pytest
 import torch
+from torch.func import grad
 
 from helpers.models import VARIANTS, relative_error, seeded, slow, tiny_config
 from helpers.operators import random_operator
 from helpers.strategies import noise
-from modeling_tnn import TnnForCausalLM, TnnModel, causal_toeplitz_matmul, numerics
+from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForMaskedLM,
+    TnnForTimeSeriesPrediction,
+    TnnModel,
+    causal_toeplitz_matmul,
+    numerics,
+)
 from modeling_tnn.modeling_tnn import TnnBlock
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.numerics import next_fast_len
+from modeling_tnn.parallel.tensor import NORMS
 from modeling_tnn.tno import kernel_arguments
 from modeling_tnn.tno_rpe import RpeOperator
 from modeling_tnn.toeplitz_fused import Windows, eager_windows
@@ -120,11 +129,8 @@ EXTREME += [(("rpe", True), norm, POSITIONS[i % 3]) for i, norm in enumerate(NOR
 def test_extreme_inputs(variant, norm_type, norm_position):
     """Rows of zeros, rows that vanish and rows that are huge: values and gradients stay finite.
 
-    So do values near the largest float16 number, whose squares are none, and the gradient of a norm at zero.
+    So do values near the largest float16 number, whose squares are none.
     """
-    norm, zeros = NORM_TYPES[norm_type](8), torch.zeros(1, 3, 8, requires_grad=True)
-    norm(zeros).sum().backward()
-    assert all(one.grad.isfinite().all() for one in (zeros, *norm.parameters()))
     model = seeded(TnnModel, tiny_config(*variant, norm_type=norm_type, norm_position=norm_position))
     model.train(norm_type == "batchnorm")  # else it does not look at its input
     for scale in (0.0, 1e-38, 1e-20, 1e6):
@@ -138,6 +144,58 @@ def test_extreme_inputs(variant, norm_type, norm_position):
         x = 3e4 * noise(2, 9, 32, seed=0, dtype=torch.float32).clamp(-1, 1)
         model.embedding_scale = 1.0
         assert model.half()(inputs_embeds=x.half()).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("norm_type", [name for name in NORM_TYPES if name != "batchnorm"])
+def test_rows_without_a_direction(norm_type):
+    """The derivatives of a norm at rows of zeros and below eps are bounded; in graphs and divided norms too.
+
+    Values are those of the formula there, and so are the derivatives of other rows, the second ones included.
+    """
+    norm = seeded(NORM_TYPES[norm_type], 8).double()
+    scales = torch.tensor([0, 1e-300, 1e-11, 1e-9, 1e-7, 1e-3, 1.0, 1e6]).double()[:, None]
+    x, weight = noise(8, 8, seed=0, dtype=torch.float64) * scales, noise(8, 8, seed=1, dtype=torch.float64)
+    divided = NORMS[type(norm).__name__]
+    given = dict(norm.named_parameters())
+    ways = {"module": norm, "compiled": torch.compile(norm, backend="aot_eager")}
+    ways["divided"] = lambda x: divided(norm, x, given, lambda sums: sums.sum(-1, keepdim=True))
+    with torch.no_grad():
+        formula = norm(x)
+    found = [grad(lambda x: (norm(x) * weight).sum())(x)]
+    for way in ways.values():
+        start = x.clone().requires_grad_()
+        y = way(start)
+        torch.testing.assert_close(y, formula, rtol=1e-12, atol=0)
+        found.append(torch.autograd.grad((y * weight).sum(), start)[0])
+    assert found[0][:4].abs().max() < 1e4
+    assert all(relative_error(row, found[0][i]) < 1e-9 for gradient in found for i, row in enumerate(gradient))
+    start = x[4:].requires_grad_()
+    assert torch.autograd.gradcheck(norm, start[1:3], atol=1e-4) and torch.autograd.gradgradcheck(norm, start[2:3])
+    zeros = x.float()[:4].requires_grad_()
+    (first,) = torch.autograd.grad(norm(zeros).square().sum(), zeros, create_graph=True)
+    assert torch.autograd.grad(first.sum(), zeros)[0].isfinite().all()
+
+
+ZERO_STARTS = [("rpe", {"rpe_act": "silu"}), ("fd", {"fd_act": "gelu"}), ("fd", {"fd_act": "relu", "fd_input": "cos"})]
+
+
+@pytest.mark.parametrize("tno_type, fields", [*ZERO_STARTS, ("s4d", {"input_channels": 1, "prediction_length": 4})])
+def test_starts_whose_maps_read_zeros(tno_type, fields):
+    """At lag and frequency 0, and where values are missing, gradients are of usual size, also with biases of zero."""
+    head, given = TnnForMaskedLM, {"input_ids": torch.arange(40)[None], "labels": torch.arange(40)[None]}
+    if "input_channels" in fields:
+        values = noise(1, 44, 1, seed=0, dtype=torch.float32)
+        head, given = TnnForTimeSeriesPrediction, {"past_values": values[:, :40], "future_values": values[:, 40:]}
+        values[:, 7:15] = torch.nan
+    model = seeded(head, tiny_config(tno_type, False, initializer="normal", rpe_layers=3, **fields))
+    biases = [one.bias for one in model.modules() if getattr(one, "maps_zeros", False)]
+    assert biases and all(0.01 < one.std() < 0.03 for one in biases)
+    for _ in range(2):
+        model.zero_grad()
+        model(**given).loss.backward()
+        assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) < 100
+        for bias in biases:
+            torch.nn.init.zeros_(bias)
 
 
 def test_half_precision_on_long_texts(variant):
