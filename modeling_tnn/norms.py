@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .numerics import compute_dtype, is_exported, is_on_host, must_be_eager
+from .numerics import compute_dtype, is_exported, is_on_host, is_recomputed, must_be_eager, without_narrowing
 
 
 def root_mean_square(x: torch.Tensor) -> torch.Tensor:
@@ -127,31 +127,54 @@ class LayerNorm(nn.LayerNorm):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """A `torch.nn.BatchNorm1d` over the tokens of a batch. With a mask, its statistics leave out padding."""
+    """A `torch.nn.BatchNorm1d` over the tokens of a batch. With a mask, its statistics leave out padding.
+
+    They stay in float32 at least, where small changes count. A layer that is computed again counts a batch once.
+    """
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self._apply(lambda tensor: tensor)  # the default dtype may be a half
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(without_narrowing(fn, (self.running_mean, self.running_var)), recurse)
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)`. While training, the result is zero at padding."""
-        tokens = x.to(self.running_mean.dtype)
+        tokens, counts = x.to(self.running_mean.dtype), self.training and not is_recomputed()
+        if counts:
+            self.num_batches_tracked += 1
         if attention_mask is None or not self.training:
-            return super().forward(tokens.flatten(0, -2)).view_as(x).to(x.dtype)
+            return self._normalize_rows(tokens.flatten(0, -2), counts).view_as(x).to(x.dtype)
         real = attention_mask.ne(0)
         if not is_on_host(real):
-            return self._normalize_real(tokens, real[..., None]).to(x.dtype)
+            return self._normalize_real(tokens, real[..., None], counts).to(x.dtype)
         y = torch.zeros_like(tokens)
-        y[real] = super().forward(tokens[real])
+        y[real] = self._normalize_rows(tokens[real], counts)
         return y.to(x.dtype)
 
-    def _normalize_real(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def _normalize_rows(self, x: torch.Tensor, counts: bool) -> torch.Tensor:
+        """The norm of `x` `(N, d)`."""
+        known = (self.running_mean, self.running_var)
+        if self.training and not counts:  # a backward pass must find as many tensors as the forward pass saved
+            known = tuple(one.clone() for one in known)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return nn.functional.batch_norm(x, *known, weight, bias, self.training, self.momentum, self.eps)
+
+    def _normalize_real(self, x: torch.Tensor, real: torch.Tensor, counts: bool) -> torch.Tensor:
         """The norm of `x` `(B, L, d)` by masked sums, `real` `(B, L, 1)`: indexing is a device sync."""
         count = real.sum()
-        mean = x.masked_fill(~real, 0).sum((0, 1)) / count  # (d,)
+        known = count.clamp(min=1)
+        mean = x.masked_fill(~real, 0).sum((0, 1)) / known  # (d,)
         centred = (x - mean).masked_fill(~real, 0)  # (B, L, d)
-        variance = centred.square().sum((0, 1)) / count  # (d,)
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), self.momentum)
-        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).masked_fill(~real, 0)
+        variance = centred.square().sum((0, 1)) / known  # (d,)
+        if counts:
+            with torch.no_grad():
+                share = self.momentum * count.sign().to(x.dtype)  # 0 without real tokens
+                self.running_mean.lerp_(mean, share)
+                self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), share)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return (centred * (variance + self.eps).rsqrt() * weight + bias).masked_fill(~real, 0)
 
 
 def with_mask(norm: nn.Module, attention_mask: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:

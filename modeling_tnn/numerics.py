@@ -63,6 +63,11 @@ def must_be_eager() -> bool:
     return is_traced() or is_transformed()
 
 
+def is_recomputed() -> bool:
+    """Whether the code runs inside a backward pass, as that of a checkpointed layer does the second time."""
+    return not is_traced() and torch._C._current_graph_task_id() != -1
+
+
 def check_implementation(implementation: str):
     """Raise a ValueError if `implementation` is unknown."""
     if implementation not in IMPLEMENTATIONS:

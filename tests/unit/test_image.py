@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModel
 
 from helpers.heads import HeadTests, LayerTests
-from helpers.models import BIDIRECTIONAL, image_config, relative_error, seeded, tiny_config
+from helpers.models import BIDIRECTIONAL, checkpoint_activations, image_config, relative_error, seeded, tiny_config
 from helpers.operators import random_input, random_operator
-from modeling_tnn import TnnForImageClassification, TnnForSequenceClassification, TnnModel
+from modeling_tnn import TnnForImageClassification, TnnForSequenceClassification, TnnModel, numerics
 from modeling_tnn.inputs import token_positions
 from modeling_tnn.norms import BatchNorm, SimpleRMSNorm
 from modeling_tnn.tno_auto import COMBINATIONS
@@ -178,6 +178,38 @@ def test_batch_norm_counts_real_tokens_only():
     norm.eval(), bare.eval()
     torch.testing.assert_close(norm(x, mask), bare(x.flatten(0, 1)).view_as(x))
     assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("hosts", [("cpu",), ()], ids=["host", "accelerator"])
+def test_statistics_of_a_batch_norm(hosts, monkeypatch, tmp_path):
+    """Checkpointed layers count a batch once, halves lose no small change, and a batch of padding is none."""
+    monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
+    config, mask = tiny_config("rpe", **LRA, hidden_dropout_prob=0.0, use_cache=False), torch.ones(3, 9).long()
+    mask[:, 6:] = 0
+    for real in (mask, None):
+        found = []
+        for reentrant in (None, False, True):
+            model = seeded(TnnModel, config).train()
+            if reentrant is not None:
+                checkpoint_activations(model, {"use_reentrant": reentrant})
+            for seed in range(2):
+                ids = torch.randint(99, (3, 9), generator=torch.Generator().manual_seed(seed))
+                model(ids, attention_mask=real).last_hidden_state.square().sum().backward()
+            found.append(dict(model.named_buffers()))
+        assert [name for name in found[0] if "running" in name]
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0])
+    before = {name: buffer.clone() for name, buffer in found[2].items() if "running" in name}
+    model(ids, attention_mask=torch.zeros_like(mask)).last_hidden_state.sum().backward()
+    assert all(torch.equal(buffer, model.get_buffer(name)) for name, buffer in before.items())
+    model.save_pretrained(tmp_path)
+    halves = [TnnModel.from_pretrained(tmp_path, dtype=torch.bfloat16), model.half()]
+    assert all(torch.equal(buffer, half.get_buffer(name)) for half in halves for name, buffer in before.items())
+    assert halves[0].train()(ids, mask).last_hidden_state.dtype == torch.bfloat16
+    norm = BatchNorm(1).bfloat16().train()
+    for _ in range(100):
+        norm(torch.tensor([[[0.0], [2.0]]]).bfloat16())
+    torch.testing.assert_close(norm.running_mean, 1 - torch.tensor([0.9**100]))
 
 
 def test_packed_rows_have_the_statistics_of_their_batch():
