@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tnn_cli.atomic import new_folder, read_json, write_json
-from tnn_cli.runs import STATE, check_same_run, checkpoints, describe_run, prune, write_checksums
+from tnn_cli.atomic import new_folder, write_json
+from tnn_cli.runs import STATE, check_same_run, checkpoints, describe_run, prune, read_object, write_checksums
 from tnn_cli.training_arguments import PretrainArguments
 
 from ..data.text import DEMO_CORPUS, BlockStream
@@ -74,6 +74,11 @@ class TrainerState:
     train_seconds: float = 0.0
     train_cpu_seconds: float = 0.0
     history: list[dict] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not isinstance(value, list if name == "history" else int | float | None):
+                raise TypeError(f"{name} of the state has another type than it was saved with, got {value!r}")
 
 
 class StepReports:
@@ -171,9 +176,9 @@ class Pretraining:
         Raises:
             ValueError: it belongs to another run, or cannot be read.
         """
-        saved = read_json(folder / STATE)
-        check_same_run(folder, saved["fingerprint"], self.fingerprint)
+        saved = read_object(folder / STATE)
         try:
+            check_same_run(folder, dict(saved["fingerprint"]), self.fingerprint)
             check_tables(folder)
             with shard_errors(RuntimeError):
                 self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
@@ -401,6 +406,8 @@ class Pretraining:
             state.best_loss, state.best_step = loss, state.step
             with new_folder(self.output_dir / "best", self.accelerator) as folder:
                 self.save_model(folder)
+                if self._is_main:
+                    write_json(folder / "metrics.json", {"steps": state.step, **state.history[-1]})
         return loss
 
     def _log(self, progress: tqdm, loss: float):

@@ -29,7 +29,7 @@ from tnn_cli.atomic import read_json, write_json, write_text
 from tnn_cli.commands import next_steps
 from tnn_cli.model_path import check_vocabulary, load, require_padding
 from tnn_cli.parser import parse_overrides
-from tnn_cli.runs import RUN, check_run, find_checkpoint
+from tnn_cli.runs import RUN, check_run, find_checkpoint, read_object
 from tnn_cli.tables import ERRORS, format_metric, markdown_table
 from tnn_cli.training_arguments import fine_tuning_of
 
@@ -237,7 +237,7 @@ def with_rate(task: Task, training: TrainingArguments, folder: Path) -> Training
         rate, source = known
     checkpoint = find_checkpoint(folder, training.resume_from_checkpoint)
     if checkpoint is not None and (checkpoint / RUN).is_file():
-        rate, source = read_json(checkpoint / RUN)["learning_rate"], f"that of {checkpoint}"
+        rate, source = read_object(checkpoint / RUN).get("learning_rate", rate), f"that of {checkpoint}"
     if training.do_train and source is not None:
         logger.info("learning rate %g, %s; --learning_rate sets another", rate, source)
     return dataclasses.replace(training, learning_rate=rate)

@@ -11,8 +11,7 @@ from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from tnn_cli.atomic import read_json, write_json
-from tnn_cli.runs import RUN, check_same_run, describe_run, write_checksums
+from tnn_cli.runs import RUN, check_same_run, describe_run, read_object, write_checksums
 
 from .passes import regroup, warn_of_bfloat16
 from .processes import StopRequest
@@ -102,9 +101,7 @@ class StopCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         PartialState().wait_for_everyone()  # each process writes its random states
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_json(folder / RUN, self.run)
-            write_checksums(folder)
+            write_checksums(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.run)
 
 
 def rows_of_a_step(args: TrainingArguments) -> int:
@@ -122,4 +119,4 @@ def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> 
 def check_belonging(checkpoint: Path, run: dict):
     """Refuse a checkpoint of another run of Trainer, with a ValueError."""
     if (checkpoint / RUN).is_file():
-        check_same_run(checkpoint, read_json(checkpoint / RUN), run)
+        check_same_run(checkpoint, read_object(checkpoint / RUN), run)

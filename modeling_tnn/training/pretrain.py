@@ -28,11 +28,11 @@ from transformers import (
     set_seed,
 )
 
-from tnn_cli.atomic import SavingError, claim, new_files, new_folder, read_json, write_json
+from tnn_cli.atomic import SavingError, claim, new_files, new_folder, write_json
 from tnn_cli.commands import next_steps
 from tnn_cli.model_path import check_vocabulary, load
 from tnn_cli.parser import load_config, parse_overrides
-from tnn_cli.runs import STATE, check_run, checkpoints, continues, find_checkpoint, remove_others, verify_checksums
+from tnn_cli.runs import STATE, check_run, checkpoints, continues, find_checkpoint, read_object, remove_others
 from tnn_cli.text_files import check_file, is_fasta
 from tnn_cli.training_arguments import PretrainArguments, choose_schedule
 
@@ -105,8 +105,6 @@ def check_before_start(args: PretrainArguments):
         check_file(file, whole=not args.streaming and not is_fasta(file))
     output_dir = Path(args.output_dir)
     resumed = find_checkpoint(output_dir, args.resume_from_checkpoint)
-    if resumed is not None:
-        verify_checksums(resumed)
     args.resume_from_checkpoint = None if resumed is None else str(resumed)
     for folder in (output_dir, output_dir / "best"):
         check_run(folder, args.overwrite_output_dir or continues(output_dir, resumed))
@@ -251,7 +249,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
         from .costs import blocks_of_process, choose_micro_batch
 
         blocks_of_process(args, processes)  # before the text is read
-    saved = None if resumed is None else read_json(Path(resumed) / STATE)["fingerprint"]
+    saved = None if resumed is None else read_object(Path(resumed) / STATE).get("fingerprint")
     if (line := choose_schedule(args, config, saved)) is not None:
         logger.info("%s", line)
     tokenizer, train, validation = build_data(args, accelerator, config)
@@ -269,11 +267,21 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     if resumed is not None:
         pretraining.resume(Path(resumed))
         logger.info("resumed at step %d", pretraining.state.step)
-        if not continues(Path(args.output_dir), resumed):  # its best model is in another folder
+        if not holds_best(Path(args.output_dir), resumed, pretraining.state.best_step):
             pretraining.state.best_loss = None
     if accelerator.is_main_process:
         remove_others(Path(args.output_dir), None if resumed is None else Path(resumed))
     return pretraining
+
+
+def holds_best(output_dir: Path, resumed: str, step: int) -> bool:
+    """Whether `best/` has the best model of a run that is resumed, which is that of `step`.
+
+    It may be in another folder, and the model of a later step, which is gone, may have taken its place.
+    """
+    file = output_dir / "best" / "metrics.json"  # an older version wrote none
+    known = read_object(file).get("steps", step) if file.is_file() else step
+    return continues(output_dir, resumed) and file.parent.is_dir() and known == step
 
 
 def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
@@ -313,7 +321,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
 def configure_logging(accelerator: Accelerator):
     """Log important messages from one process. Without this, accelerate would log each file that it writes."""
     logging.basicConfig(format="%(message)s")
-    for name in ("pretrain", "push_to_hub", "data"):
+    for name in ("pretrain", "push_to_hub", "data", "runs"):
         logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()

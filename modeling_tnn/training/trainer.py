@@ -23,7 +23,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 from tnn_cli.atomic import SavingError, claim, new_files, saving_errors, write_json
 from tnn_cli.commands import next_steps
-from tnn_cli.runs import check_run, find_checkpoint, remove_incomplete, remove_others, verify_checksums
+from tnn_cli.runs import check_run, find_checkpoint, remove_incomplete, remove_others
 from tnn_cli.task_arguments import ClassifierArguments, ComparisonArguments, chosen_seeds
 
 from .costs import dry_run
@@ -83,7 +83,6 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     resumed = find_checkpoint(folder, trainer.args.resume_from_checkpoint)
     run = describe_training(trainer, labels, **options)
     if resumed is not None:
-        verify_checksums(resumed)
         check_belonging(resumed, run)
     if trainer.is_world_process_zero():
         remove_others(folder, resumed)

@@ -1,24 +1,32 @@
 """The checkpoints of a run: which are complete, which may be resumed, and whether their files are those written.
 
 A checkpoint's `checksums.json` has the SHA-256 of each of its files, because safetensors cannot detect values that
-changed on the disk.
+changed on the disk. It is written last: a folder with it is damaged, and not unfinished, if a file cannot be read. A
+damaged checkpoint is named and stays, an unfinished one is skipped.
 """
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tnn_cli.atomic import check_overwriting, partial, read_json, write_json
+from tnn_cli.model_path import fault_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+logger = logging.getLogger("runs")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # `run.json` is written by Trainer's programs alone: `pretrain.py` has the same in its state.
 CHECKSUMS, STATE, RUN = "checksums.json", "trainer_state.json", "run.json"
+UNFINISHED = ".unfinished"  # is there while the other two are written
+# The files that a resumption reads end with one of these. Others, such as notes, may be added to a checkpoint.
+READ = (".json", ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp")
+ADVICE = "Resume from an earlier checkpoint, by its path, or begin again with --overwrite_output_dir."
 # The options that change the weights: of both engines, of Trainer, and of `pretrain.py`. The end of a run may change,
 # and where and how its steps are computed.
 COMPARED = (
@@ -32,37 +40,55 @@ NOT_COMPARED = {"transformers_version", "_name_or_path"}
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The complete checkpoints, the oldest first. Trainer writes its state last."""
-    found = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and is_complete(path)]
+    """The complete checkpoints, the oldest first."""
+    return [path for path in _folders(output_dir) if is_complete(path)]
+
+
+def _folders(output_dir: Path) -> list[Path]:
+    found = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(CHECKPOINT.fullmatch(path.name)[1]))
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a checkpoint whose state can be read."""
-    try:
-        read_json(checkpoint / STATE)
-    except (OSError, ValueError):
+    """Whether a folder is a checkpoint that was written to its end; its files may have been damaged since.
+
+    What Trainer wrote alone, as in an older version, ends with its state.
+    """
+    if (checkpoint / UNFINISHED).exists():
         return False
-    return True
+    return any((checkpoint / name).exists() for name in (CHECKSUMS, RUN)) or not fault_of(checkpoint / STATE)
+
+
+def read_object(file: Path) -> dict:
+    """The JSON object in a file of a checkpoint; ValueError if there is none."""
+    if fault := fault_of(file):
+        raise ValueError(f"{file} is damaged: {fault}. {ADVICE}")
+    return read_json(file)
 
 
 def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
     """The folder that `--resume_from_checkpoint` names: latest, auto or a path. None for auto without a checkpoint.
 
     Raises:
-        ValueError: there is no such checkpoint, or it is incomplete.
+        ValueError: there is no such checkpoint, it is incomplete, or a file of it is damaged.
     """
-    found = checkpoints(output_dir)
-    if name is None or (name == "auto" and not found):
+    if name is None:
         return None
     if name in ("latest", "auto"):
-        if not found:
+        found = checkpoints(output_dir)
+        for folder in _folders(output_dir):
+            if folder not in found:
+                logger.warning("%s is skipped: it was not written to its end", folder)
+        if not found and name == "latest":
             raise ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no complete checkpoint.")
-        return found[-1]
+        if not found:
+            return None
+        name = found[-1]
     if not is_complete(Path(name)):
         raise ValueError(
             f"--resume_from_checkpoint must be latest, auto or the folder of a complete checkpoint, got {name}"
         )
+    verify_checksums(Path(name))
     return Path(name)
 
 
@@ -110,35 +136,40 @@ def check_same_run(checkpoint: Path, saved: dict, run: dict):
         raise ValueError("\n  ".join([f"{checkpoint} is a checkpoint of another run.", *differing]))
 
 
-def write_checksums(folder: Path):
-    """Write the SHA-256 of each file of a folder to its `checksums.json`."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
+def write_checksums(folder: Path, run: dict | None = None):
+    """Write `run` to the `run.json` of a folder, and the SHA-256 of each file to its `checksums.json`."""
+    (folder / UNFINISHED).touch()
+    if run is not None:
+        write_json(folder / RUN, run)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (CHECKSUMS, UNFINISHED)]
     write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): _sha256(path) for path in files})
+    (folder / UNFINISHED).unlink()
 
 
 def verify_checksums(folder: Path):
-    """Compare the files of a folder with its `checksums.json`, if there is one.
+    """Compare the files of a checkpoint with its `checksums.json`. One of an older version may have none.
 
     Raises:
-        ValueError: a file is missing or has changed, or the checksums cannot be read.
+        ValueError: a file is missing, has changed or is not named, or the state or the checksums cannot be read.
     """
-    if not (folder / CHECKSUMS).is_file():
+    named, state = folder / CHECKSUMS, folder / STATE
+    if not named.exists() and not (folder / RUN).exists() and "fingerprint" not in read_object(state):
         return
-    try:
-        expected = dict(read_json(folder / CHECKSUMS))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}. Resume from an earlier checkpoint.") from error
+    expected = read_object(named) if named.exists() else {CHECKSUMS: None}
     for name, checksum in expected.items():
         path = folder / name
         if not path.is_file() or _sha256(path) != checksum:
             what = "is damaged: it has changed since it was written" if path.is_file() else "is missing"
-            raise ValueError(f"{path} {what}. Resume from an earlier checkpoint, by its path.")
+            raise ValueError(f"{path} {what}. {ADVICE}")
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in READ and path != named and path.relative_to(folder).as_posix() not in expected:
+            raise ValueError(f"{named} is damaged: it must name each file that is read, got no {path.name}. {ADVICE}")
 
 
 def remove_incomplete(output_dir: Path):
     """Remove checkpoints that Trainer has not finished writing."""
-    for folder in output_dir.glob("checkpoint-*"):
-        if CHECKPOINT.fullmatch(folder.name) and not is_complete(folder):
+    for folder in _folders(output_dir):
+        if not is_complete(folder):
             shutil.rmtree(folder)
 
 

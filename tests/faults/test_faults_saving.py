@@ -23,6 +23,7 @@ from helpers.scripts import (
     SCRIPTS,
     assert_same_weights,
     at_call,
+    read,
     run_script,
     save_model,
     tree,
@@ -221,41 +222,68 @@ def test_two_writers(command, tmp_path):
         pass
 
 
+def damages(content: bytes):
+    """A file with a changed bit, emptied, cut off, or of another kind; None if it is deleted."""
+    for place in (0, len(content) // 2):  # a damaged brace, too, which the reader of a configuration would report
+        yield content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    yield from (b"", content[: len(content) // 2], b"null", b"[]", b"{}", b'{"a":' * 10**5, None)
+
+
 def test_damaged_checkpoint(command, tmp_path):
-    """A bit of any file: no resumption, but an error that names it; an older checkpoint still does."""
+    """No resumption, but an error that names the file, and nothing is overwritten; an older checkpoint still does.
+
+    Without checksums of each file a changed weight would go unnoticed.
+    """
     run_script(*command)
     out = tmp_path / "out"
-    checkpoint = out / "checkpoint-8"
-    for name in ("model.safetensors", "optimizer.bin", "random_states_0.pkl", "config.json"):
-        content = (checkpoint / name).read_bytes()
-        for place in (0, len(content) // 2):  # a damaged brace, too, which the reader of a configuration would report
-            (checkpoint / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-            is_refused([*command, *RESUME], rf"{name} is damaged: .*Resume from an earlier checkpoint")
-        (checkpoint / name).unlink()
-        is_refused([*command, *RESUME], f"{name} is missing")
-        (checkpoint / name).write_bytes(content)
-    expected = weights(out)
-    (checkpoint / "model.safetensors").unlink()
+    checkpoint, expected, before = out / "checkpoint-8", weights(out), tree(out)
+    for path in (path for path in sorted(checkpoint.iterdir()) if path.suffix != ".py"):
+        content = path.read_bytes()
+        for change in damages(content):
+            path.unlink() if change is None else path.write_bytes(change)
+            name = r"\S*" if path.name == "checksums.json" else path.name  # whose changed bit is that of any file
+            with pytest.raises(ValueError, match=rf"checkpoint-8/{name} is (damaged|missing).* Resume from an"):
+                find_checkpoint(out, "latest")
+        path.write_bytes(content)
+    (checkpoint / "trainer_state.json").unlink()
+    (out / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    for more in (["auto"], ["latest"], [checkpoint], ["auto", "--overwrite_output_dir"]):
+        is_refused([*command, "--resume_from_checkpoint", *more], "checkpoint-8/trainer_state.json is missing")
+    is_refused(command, "out holds checkpoints of a run")
+    (tmp_path / "checkpoint-4").rename(out / "checkpoint-4")
+    assert len(before) == len(tree(out)) + 1
     run_script(*command, "--resume_from_checkpoint", out / "checkpoint-4")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(out).items())
 
 
+def test_states_of_another_kind(command, tmp_path):
+    """Whose checksums fit: one line."""
+    run_script(*command)
+    checkpoint = tmp_path / "out" / "checkpoint-8"
+    state = read(checkpoint, "trainer_state")
+    for changed in (None, [], {}, 3, state | {"state": state["state"] | {"step": "8"}}, state | {"fingerprint": [3]}):
+        (checkpoint / "trainer_state.json").write_text(json.dumps(changed))
+        write_checksums(checkpoint)
+        is_refused([*command, *RESUME], r"trainer_state.json is damaged|checkpoint-8 cannot be read")
+
+
 def test_checksums(tmp_path):
-    """Files that were not there are not looked at; a damaged list is refused."""
+    """Notes that were added are not looked at; what a resumption would read must be named."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("content")
+    (tmp_path / "trainer_state.json").write_text("{}")
     verify_checksums(tmp_path)
     write_checksums(tmp_path)
     (tmp_path / "new").write_text("")
     verify_checksums(tmp_path)
-    for damaged in ("{", "3", '["ab", "c"]'):
+    for damaged in ("{", "3", '["ab", "c"]', "{}", '{"folder/file": 3}'):
         (tmp_path / "checksums.json").write_text(damaged)
-        with pytest.raises(ValueError, match=r"checksums.json is damaged|is missing"):
+        with pytest.raises(ValueError, match=r"(checksums.json|folder/file) is damaged"):
             verify_checksums(tmp_path)
 
 
-def test_checkpoints_of_trainer(tmp_path):
-    """One whose state was not written is not resumed; a finished one has checksums."""
+def test_checkpoints_of_trainer(tmp_path, caplog, monkeypatch):
+    """One that was not written to its end is skipped with a word; a finished one has checksums, and may be damaged."""
     for step, content in ((3, "{}"), (7, "{}"), (12, '{"epoch": 1'), (15, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if content is not None:
@@ -266,3 +294,15 @@ def test_checkpoints_of_trainer(tmp_path):
     StopCallback(StopRequest(), {"seed": 3}).on_save(args, state, TrainerControl())
     sums = json.loads((tmp_path / "checkpoint-7" / "checksums.json").read_text())
     assert list(sums) == ["run.json", "trainer_state.json"]
+    assert [f"checkpoint-{step} is skipped" in caplog.text for step in (3, 7, 12, 15)] == [False, False, True, True]
+    for path in sorted((tmp_path / "checkpoint-7").iterdir()):
+        content = path.read_text()
+        path.unlink()
+        with pytest.raises(ValueError, match=f"checkpoint-7/{path.name} is missing"):
+            find_checkpoint(tmp_path, "auto")
+        path.write_text(content)
+    monkeypatch.setattr("tnn_cli.runs._sha256", lambda path: exit("killed"))
+    with pytest.raises(SystemExit):
+        StopCallback(StopRequest(), {}).on_save(args, state, TrainerControl())
+    (tmp_path / "checkpoint-7" / "checksums.json").unlink()
+    assert find_checkpoint(tmp_path, "latest").name == "checkpoint-3"

@@ -156,7 +156,7 @@ def test_programs_of_trainer_stop_and_go_on(program, request, tmp_path, caplog):
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + b"?")
     with pytest.raises(SystemExit, match=r"optimizer.pt is damaged"):
-        run_script(*stopped, "--resume_from_checkpoint", "latest")
+        run_script(*stopped, "--resume_from_checkpoint", "auto")
     damaged.write_bytes(content)
     run_script(*stopped, "--resume_from_checkpoint", "latest")
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
-from helpers.scripts import assert_same_weights, figures, pretrain_options, program, run_script, wait_until
+from helpers.scripts import assert_same_weights, figures, pretrain_options, program, read, run_script, wait_until
 from tnn_cli.atomic import LOCK, clean, new_files, new_folder, partial
 from tnn_cli.runs import checkpoints, prune, remove_others
 
@@ -121,6 +121,9 @@ def test_a_run_goes_on_from_one_of_its_checkpoints(tmp_path):
     first = ["--resume_from_checkpoint", whole / "checkpoint-2", "--max_steps", 3]
     run_script("pretrain", *options, *first, "--output_dir", whole)
     assert [path.name for path in checkpoints(whole)] == ["checkpoint-2"]
+    # The best model of the first run was one of steps that are gone.
+    assert figures(whole)["best_step"] == read(whole / "best", "metrics")["steps"] == 3
+    assert_same_weights(whole, whole / "best")
     run_script("pretrain", *options, *first, "--max_steps", 1, "--output_dir", other)
     assert (other / "best").is_dir() and not checkpoints(other)
     assert figures(other)["steps"] == 2 and 3 * figures(other)["tokens"] == 2 * figures(whole)["tokens"]
