@@ -9,11 +9,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.generation import GenerationMode
 
+from tnn_cli.generation_fields import is_of_kind, wanted
 from tnn_cli.model_path import PARTS, check_device, check_vocabulary, check_writing, load, naming
 from tnn_cli.sampling import sampling, with_sampling
 
@@ -22,6 +24,8 @@ from .pieces import PieceStreamer
 
 # Options of `generate` that need the tokenizer.
 READ_TEXT = {"stop_strings", "token_healing"}
+# All that counts of a `generation_config.json`.
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_writer(
@@ -31,9 +35,26 @@ def load_writer(
     device, code = check_device(device), {"trust_remote_code": trust_remote_code}
     tokenizer = load(AutoTokenizer, name, **code, **tokenizing)
     model = load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
+    keep_ids(model, name)
     check_writing(model, name)
     check_vocabulary(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
+
+
+def keep_ids(model: PreTrainedModel, source: str):
+    """Leave the ids of special tokens alone of a `generation_config.json`: how texts are written, their user says.
+
+    Raises:
+        ValueError: a field is of another kind, or the id of padding is none of the model.
+    """
+    fields, vocabulary = vars(model.generation_config), model.config.get_text_config().vocab_size
+    with naming(source, "generation settings", ("generation_config.json",)):
+        for name, value in fields.items():
+            if isinstance(value, bool | int | float | str | list) and not is_of_kind(name, value):
+                raise ValueError(f"`{name}` must be {wanted(name)}, or null, got {value!r}")
+        if (fields.get("pad_token_id") or 0) >= vocabulary:
+            raise ValueError(f"`pad_token_id` must be below {vocabulary}, got {fields['pad_token_id']}")
+    model.generation_config = GenerationConfig(**{name: fields.get(name) for name in IDS})
 
 
 def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

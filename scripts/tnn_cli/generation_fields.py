@@ -47,18 +47,27 @@ def read_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
 
 def read_value(name: str, text: str) -> Any:
     """The value of a field of GenerationConfig, from JSON or text; ValueError if it is of another kind."""
-    kinds = documented_kinds().get(name, [])
-    types = {one for kind in kinds for one in KINDS[kind][0]}
     try:
         value = json.loads(text.lower() if text in ("True", "False") else text)
     except (json.JSONDecodeError, RecursionError):
         value = text
-    if value is None or not kinds or type(value) in types:
+    kinds = documented_kinds().get(name, [])
+    if is_of_kind(name, value):
         return float(value) if kinds == ["float"] and value is not None else value  # transformers takes no int
-    if str in types:
+    if "str" in kinds:
         return text  # such as a stop string that is a number
-    wanted = " or ".join(dict.fromkeys(KINDS[kind][1] for kind in kinds))
-    raise ValueError(f"--{name} must be {wanted}, or null, got {text}")
+    raise ValueError(f"--{name} must be {wanted(name)}, or null, got {text}")
+
+
+def is_of_kind(name: str, value: Any) -> bool:
+    """Whether a value from JSON is of a kind that a field of GenerationConfig has, or nothing is known of it."""
+    kinds = documented_kinds().get(name, [])
+    return value is None or not kinds or type(value) in {one for kind in kinds for one in KINDS[kind][0]}
+
+
+def wanted(name: str) -> str:
+    """The kinds of values of a field, for a message."""
+    return " or ".join(dict.fromkeys(KINDS[kind][1] for kind in documented_kinds()[name]))
 
 
 @cache

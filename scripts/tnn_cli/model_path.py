@@ -178,7 +178,7 @@ def check_writing(model: "PreTrainedModel", source: str | Path):
     """Let a causal model write one token, and check the scores of every token that it writes from now on.
 
     Raises:
-        ValueError: it cannot be written, such as for wrong fields of its generation_config.json.
+        ValueError: it cannot be written, such as for a weight that is not finite.
     """
     model.register_forward_hook(lambda module, inputs, output: check_finite(output[0]))
     ids = model.dummy_inputs["input_ids"][:1, :1].to(model.device) * 0

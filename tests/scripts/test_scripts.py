@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from helpers.scripts import TEXT, read, run, save_model, write_config, write_text
 from modeling_tnn.serving.schema import CompletionBody
+from modeling_tnn.serving.writing import load_writer
+from tnn_cli.generation_fields import documented_kinds
 from tnn_cli.programs.chat import TEMPERATURE, TOP_P
 from tnn_cli.sampling import sampling
 
@@ -85,6 +87,35 @@ def test_sampling_is_the_default(model_folder, generate, tmp_path):
         assert found["texts"] == tokenizer.batch_decode(output), options
     defaults = CompletionBody(model="a", prompt="b").sampling()
     assert defaults == sampling(TEMPERATURE, TOP_P) and defaults.items() >= sampled.items(), "api and chat"
+
+
+# A value of each kind, and those that made requests fail, end at once or never.
+OF_KINDS = {"int": 2, "float": 0.5, "bool": True, "str": "a", "list": [[3]], "tuple": [2, 1.5], "dict": {"a": 1}}
+HOSTILE = {"num_beams": 10**5, "max_time": 1e-9, "assistant_early_exit": 1, "prompt_lookup_num_tokens": 3}
+HOSTILE |= {"max_length": 1, "min_length": 10**6, "repetition_penalty": 0.01, "suppress_tokens": list(range(290))}
+
+
+def test_a_generation_config_says_the_special_tokens_alone(model_folder, tmp_path):
+    """Of every other field the value is refused by name, or does not count."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    values = [(field, OF_KINDS[kind]) for field, kinds in documented_kinds().items() for kind in kinds]
+    assert len({field for field, _ in values}) > 50
+    ids, counting = {"bos_token_id": 4, "eos_token_id": [5, 6], "pad_token_id": 1}, {}
+    for field, value in [*values, *HOSTILE.items()]:
+        (folder / "generation_config.json").write_text(json.dumps({field: value} | ids))
+        try:
+            model, _ = load_writer(str(folder), "auto", "cpu")
+        except ValueError as error:
+            assert "generation_config.json" in str(error) or field in str(error)
+            continue
+        counting[field] = value
+        assert model.generation_config.to_diff_dict().items() >= ids.items() and model.generation_config.eos_token_id
+        assert {n for n, v in model.generation_config.to_dict().items() if v} == {*ids, "transformers_version"}
+    assert counting.keys() >= HOSTILE.keys()
+    for wrong in ({"eos_token_id": True}, {"pad_token_id": 10**6}, {"top_k": []}):
+        (folder / "generation_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=f"generation_config.json.*`{next(iter(wrong))}` must be"):
+            load_writer(str(folder), "auto", "cpu")
 
 
 def test_generate_from_a_file_in_batches(generate, tmp_path):
