@@ -11,10 +11,13 @@ from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from tnn_cli.runs import RUN, check_same_run, describe_run, read_object, write_checksums
+from tnn_cli.runs import RUN, STATE, check_same_run, describe_run, read_object, write_checksums
 
 from .passes import regroup, warn_of_bfloat16
 from .processes import StopRequest
+
+# Fields of Trainer's state that it computes with.
+NUMBERS = ("global_step", "max_steps", "num_train_epochs", "epoch")
 
 
 class GroupingTrainer(Trainer):
@@ -117,6 +120,9 @@ def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> 
 
 
 def check_belonging(checkpoint: Path, run: dict):
-    """Refuse a checkpoint of another run of Trainer, with a ValueError."""
+    """Refuse a checkpoint of another run of Trainer, or with a state that is none, with a ValueError."""
+    state = read_object(checkpoint / STATE)
+    if wrong := [name for name in NUMBERS if not isinstance(state.get(name), int | float)]:
+        raise ValueError(f"{checkpoint / STATE} is damaged: {wrong[0]} must be a number, got {state.get(wrong[0])!r}")
     if (checkpoint / RUN).is_file():
         check_same_run(checkpoint, read_object(checkpoint / RUN), run)

@@ -164,6 +164,7 @@ def verify_checksums(folder: Path):
     for path in sorted(folder.rglob("*")):
         if path.suffix in READ and path != named and path.relative_to(folder).as_posix() not in expected:
             raise ValueError(f"{named} is damaged: it must name each file that is read, got no {path.name}. {ADVICE}")
+    read_object(state)
 
 
 def remove_incomplete(output_dir: Path):
