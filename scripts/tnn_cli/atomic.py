@@ -2,11 +2,12 @@
 
 A folder is written under a hidden name, flushed to disk and renamed. Files for an existing folder are written to a
 hidden folder inside it and moved, `config.json` last, so that a model that loads is complete. `clean` finishes or
-removes the hidden files of a killed process.
+removes the hidden folders of a killed process. What is not named as a program names it is its user's, and stays.
 """
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +26,13 @@ LOCK = ".lock"
 PARTIAL, OLD = ".partial", ".old"
 # Names of a folder of new files: while it is written, when all are written, and when the replaced files are removed.
 NEW, READY, MOVING = ".new" + PARTIAL, ".new.ready", ".new.moving"
-# torch.save raises a RuntimeError with one of these texts.
-TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory")
+# The folders that are written under hidden names.
+HIDDEN = re.compile(r"\.(new|best|tokenizer|checkpoint-\d+)\.(partial|old)")
+# Texts of the errors of torch.save, RuntimeError, and of libraries in Rust, Exception.
+WRITERS = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory", "(os error ")
 CONFIG, WEIGHTS = "config.json", "model*.safetensors*"
+# Files of a model or a state that must not come to those of another.
+STALE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|.*\.(bin|pt|pth|pkl|distcp)")
 
 
 class SavingError(UserError):
@@ -83,7 +88,7 @@ def new_folder(target: Path, accelerator: "Accelerator | None" = None) -> Iterat
                 target.rename(old)
             folder.rename(target)
             _flush(target.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            _leave_behind(old, target)
 
 
 @contextmanager
@@ -150,14 +155,15 @@ def partial(target: Path) -> Path:
 
 def clean(folder: Path):
     """Finish the moves that a killed process has begun, and remove its incomplete files."""
-    for old in folder.glob(f".*{OLD}"):
-        target = folder / old.name[1 : -len(OLD)]
-        if target.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(target)
+    hidden = [path for path in folder.glob(".*") if HIDDEN.fullmatch(path.name) and path.is_dir()]
+    for path in hidden:
+        target = folder / path.name[1 : -len(OLD)]
+        if path.suffix == OLD and not target.exists():
+            path.rename(target)
+        elif path.suffix == OLD:
+            _leave_behind(path, target)
     _move_files(folder)
-    for path in folder.glob(f".*{PARTIAL}"):
+    for path in hidden:
         _remove(path)
 
 
@@ -187,13 +193,13 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except Exception as error:  # that of tokenizers is of no other type
         place = next(place for place in (target, *target.absolute().parents) if place.exists())
         free = shutil.disk_usage(place).free // 10**6
         if unfinished is not None:
             _remove(unfinished)
-        of_torch = any(text in str(error) for text in TORCH_WRITER)
-        if isinstance(error, SavingError) or (isinstance(error, RuntimeError) and not of_torch):
+        of_disk = isinstance(error, OSError | SafetensorError) or any(text in str(error) for text in WRITERS)
+        if isinstance(error, SavingError) or not of_disk:
             raise
         full = "disk full: " if is_disk_full(error) else ""
         raise SavingError(
@@ -233,7 +239,7 @@ def _move_files(folder: Path):
     if ready.is_dir():
         names = {path.name for path in ready.iterdir()}
         # A remaining old file of weights would be read instead of the new shards.
-        stale = [path for path in folder.glob(WEIGHTS) if path.name not in names]
+        stale = [path for path in folder.glob(WEIGHTS) if STALE.fullmatch(path.name) and path.name not in names]
         for path in [folder / CONFIG, *stale]:
             path.unlink(missing_ok=True)
         ready.rename(moving)
@@ -242,6 +248,14 @@ def _move_files(folder: Path):
             os.replace(path, folder / path.name)
         _flush(folder)
         moving.rmdir()
+
+
+def _leave_behind(old: Path, target: Path):
+    """Remove a folder that was replaced; what the new one does not have is of the user, and moves there."""
+    for path in old.iterdir() if old.is_dir() else ():
+        if not STALE.fullmatch(path.name) and not (target / path.name).exists():
+            path.rename(target / path.name)
+    _remove(old)
 
 
 def _remove(path: Path):

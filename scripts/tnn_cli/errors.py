@@ -113,12 +113,13 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
         except UserError as error:
             leave(str(error), 1)
         except Exception as error:
+            reason = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+            if is_disk_full(error):  # such as that of tokenizers, which is of no other type
+                leave(f"disk full: {reason}", 1)
             # Errors of `datasets`, which is not imported here, since most programs do not need it.
             if not type(error).__module__.startswith("datasets."):
                 raise
-            if is_disk_full(error):
-                leave(f"disk full: {error}: {error.__cause__}", 1)
-            leave(f"{error}: {error.__cause__}", 2)
+            leave(reason, 2)
 
     return reporting
 

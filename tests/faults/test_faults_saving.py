@@ -32,6 +32,7 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnForCausalLM
+from modeling_tnn.tools.dna import dna_tokenizer
 from modeling_tnn.training.grouping_trainer import StopCallback
 from modeling_tnn.training.processes import StopRequest
 from tnn_cli.atomic import LOCK, SavingError, claim, new_folder, saving_errors, write_json
@@ -144,6 +145,7 @@ FULL = [
     OSError(errno.EDQUOT, "Disk quota exceeded"),
     SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 4609344 vs 4609236"),
+    Exception("No space left on device (os error 28)"),  # of tokenizers
 ]
 
 
@@ -153,21 +155,25 @@ def test_errors_of_a_disk(tmp_path, largest_file):
     for error in FULL:
         with pytest.raises(SavingError, match=message), saving_errors(target):
             raise error
-        if isinstance(error, OSError):
-            with pytest.raises(SystemExit, match="^error: disk full: "):
-                report_errors(lambda error=error: (_ for _ in ()).throw(error))()
+        with pytest.raises(SystemExit, match="^error: disk full: "):
+            report_errors(lambda error=error: (_ for _ in ()).throw(error))()
     with pytest.raises(SavingError, match="^[^ ]*model could not be saved: .*Permission"), saving_errors(target):
         raise PermissionError(errno.EACCES, "Permission denied")
     for error in (RuntimeError("a kernel failed"), ValueError("bad"), KeyboardInterrupt()):
         with pytest.raises(type(error)) as raised, new_folder(target):
             raise error
         assert raised.value is error and not target.exists()
+        assert isinstance(error, KeyboardInterrupt) or not list(tmp_path.glob(".*"))
     results = tmp_path / "alone" / "results.json"
     results.parent.mkdir()
     write_json(results, {"score": 1})
     largest_file(1000)
     with pytest.raises(SavingError, match="disk full: .*results.json could not be saved: .*File too large"):
         write_json(results, {"scores": list(range(1000))})
+    message = r"disk full: .*model could not be saved: .*\(os error"
+    with pytest.raises(SavingError, match=message), new_folder(target) as new:
+        dna_tokenizer(32).save_pretrained(new)
+    assert os.listdir(tmp_path) == ["alone"]
     assert os.listdir(results.parent) == ["results.json"] and json.loads(results.read_text()) == {"score": 1}
 
 

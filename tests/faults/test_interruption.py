@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
-from helpers.scripts import assert_same_weights, figures, pretrain_options, program, read, run_script, wait_until
-from tnn_cli.atomic import LOCK, clean, new_files, new_folder, partial
+from helpers.scripts import assert_same_weights, figures, pretrain_options, program, read, run_script, tree, wait_until
+from tnn_cli.atomic import LOCK, claim, clean, new_files, new_folder, partial
 from tnn_cli.runs import checkpoints, prune, remove_others
 
 STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
@@ -93,6 +93,29 @@ def test_clean_ends_what_was_begun(tmp_path):
     clean(tmp_path)
     assert names(tmp_path) == ["best", "checkpoint-3"]
     assert [(tmp_path / name / "file").read_text() for name in names(tmp_path)] == ["old", "new"]
+
+
+def test_files_of_the_user_stay(tmp_path):
+    """Beside the folders and in them, whatever is replaced, finished or removed, and however alike their names are."""
+    folder(tmp_path / "best", "old")
+    folder(tmp_path / ".notes.old", "mine")
+    beside = [".env.old", ".env", ".notes.partial", "model-mine.safetensors", "model.safetensors.bak", ".best.old.txt"]
+    inside = ["notes.txt", "figure.png", ".hidden"]
+    for name in (*beside, *(f"best/{name}" for name in inside)):
+        (tmp_path / name).write_text("mine")
+    before = tree(tmp_path) | {"best/file": b"new"}
+    for replaced in (new_folder(tmp_path / "best"), new_folder(tmp_path / "best")):
+        (tmp_path / "best" / "model-00001-of-00002.safetensors").write_text("old")
+        with claim(tmp_path), replaced as written:
+            (written / "file").write_text("new")
+        assert tree(tmp_path) == before
+    (tmp_path / "best").rename(tmp_path / ".best.old")  # killed between the two renames, then after them
+    clean(tmp_path)
+    (tmp_path / "best").rename(tmp_path / ".best.old")
+    folder(tmp_path / "best", "new")
+    with claim(tmp_path), new_files(tmp_path) as written:
+        (written / "config.json").write_text("{}")
+    assert tree(tmp_path) == before | {"config.json": b"{}"}
 
 
 def test_prune(tmp_path):
