@@ -44,6 +44,10 @@ class GlueArguments(GroupArguments):
     test_file: str | None = option(None, "File to predict; it needs no labels.")
     sentence1_key: str | None = option(None, "Column of the files with the first sentences.")
     sentence2_key: str | None = option(None, "Column with the second sentences of pairs.")
+    label_key: str = option("label", "Column of the files with the labels.")
+    class_weights: str | None = option(None, "balanced: rare classes count as much as frequent ones in the loss.")
+    early_stopping_patience: int | None = option(None, "Stop after so many evaluations without a better main metric; "
+                                                 "the best model is kept.")  # fmt: skip
     max_seq_length: int = option(128, "Longer texts are cut.")
     pad_to_max_length: bool = option(False, "Pad all texts to max_seq_length.")
     max_train_samples: int | None = None
@@ -75,6 +79,12 @@ class GlueArguments(GroupArguments):
             raise ValueError(
                 "--sentence1_key must be given with --train_file or --dataset_name, --sentence2_key with the first"
             )
+        if self.label_key != "label" and self.task_name is not None:
+            raise ValueError(f"--label_key must be given with --train_file or --dataset_name, got {self.label_key}")
+        if self.class_weights not in (None, "balanced"):
+            raise ValueError(f"--class_weights must be balanced, got {self.class_weights}")
+        if self.early_stopping_patience is not None and self.sweep:
+            raise ValueError("--early_stopping_patience must be given without --sweep, which saves no checkpoints")
         if self.metric_name is not None and (self.task_name is not None or self.metric_name not in METRICS):
             raise ValueError(
                 f"--metric_name must be absent with --task_name, and one of {', '.join(METRICS)}, "
@@ -87,7 +97,8 @@ class GlueArguments(GroupArguments):
         for task in self.task_name or []:
             if task not in TASKS:
                 raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
-        check_counts(self, "max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length")
+        counts = ("max_train_samples", "max_eval_samples", "max_predict_samples", "early_stopping_patience")
+        check_counts(self, *counts, "max_seq_length")
         if self.dry_run and len(tasks := self.task_name or self.dataset_config_name) > 1:
             raise ValueError(f"--dry_run must be given with one task, got {', '.join(tasks)}")
 

@@ -100,8 +100,14 @@ def load_task(name: str, path: str | None = None) -> TaskData:
     return data
 
 
-def load_files(train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
-    """CSV, JSON or parquet files with a column `label` and one or two columns of text, `sentence_keys`.
+def load_files(
+    train: str,
+    validation: str,
+    test: str | None = None,
+    sentence_keys: tuple[str, ...] = (),
+    label_key: str = "label",
+) -> TaskData:
+    """CSV, JSON or parquet files with a column of labels and one or two columns of text, `sentence_keys`.
 
     Labels are classes (text or whole numbers), or values to predict (other numbers). Unless given, `find_sentences`
     finds the columns of text. A ValueError says which file or row is not so.
@@ -115,10 +121,12 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
     texts = {name: _text for name in splits["train"].column_names if is_text(splits["train"], name)}
     for split in [*files][1:]:
         splits[split] = load_file(files[split], **({"converters": texts} if kinds[split] == "csv" else {}))
-    return with_columns(TaskData(None, splits, ()), files, sentence_keys)
+    return with_columns(TaskData(None, splits, ()), files, sentence_keys, label_key)
 
 
-def load_set(name: str, task: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
+def load_set(
+    name: str, task: str | None = None, sentence_keys: tuple[str, ...] = (), label_key: str = "label"
+) -> TaskData:
     """A data set of the Hub, or a folder of one, with columns as for `load_files`.
 
     Without a validation split, a tenth of the training rows becomes one, always the same rows.
@@ -145,12 +153,29 @@ def load_set(name: str, task: str | None = None, sentence_keys: tuple[str, ...] 
         splits |= {"train": parts["train"], "validation": parts["test"]}
     used = DatasetDict({split: splits[split] for split in ("train", "validation", "test") if split in splits})
     sources = {split: f"the {split} split of {name}" for split in used}
-    return with_columns(TaskData(task or name.rpartition("/")[2], used, ()), sources, sentence_keys)
+    data = TaskData(task or name.rpartition("/")[2], used, ())
+    return with_columns(data, sources, sentence_keys, label_key)
 
 
-def with_columns(data: TaskData, sources: dict[str, str], sentence_keys: tuple[str, ...]) -> TaskData:
+def name_labels(splits: DatasetDict, sources: dict[str, str], key: str):
+    """Call the column of labels `label`; a ValueError if a split, but for a test, has none."""
+    for split, rows in splits.items():
+        names = rows.column_names
+        if key not in names and split != "test":
+            raise ValueError(
+                f"{sources[split]} must have the columns {key} (labels) and text, got {', '.join(names)}. --label_key "
+                "names that of the labels, --sentence1_key and, for pairs, --sentence2_key those of text."
+            )
+        if key in names and key != "label":
+            splits[split] = rows.select_columns([name for name in names if name != "label"]).rename_column(
+                key, "label"
+            )
+
+
+def with_columns(data: TaskData, sources: dict[str, str], sentence_keys: tuple[str, ...], label_key: str) -> TaskData:
     """Find the columns of text and the classes of data without them; `sources` is what each split is called."""
     splits, train = data.splits, sources["train"]
+    name_labels(splits, sources, label_key)
     texts = [name for name in splits["train"].column_names if is_text(splits["train"], name)]
     for number, key in enumerate(sentence_keys, 1):
         if key not in texts:

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 from tnn_cli.errors import suggest_smaller
 
 import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    EarlyStoppingCallback,
     PreTrainedConfig,
     PreTrainedModel,
     Trainer,
@@ -149,6 +152,19 @@ class Task:
         predictions = logits[:, 0] if self.is_regression else logits.argmax(axis=1)
         return score(self.metrics, self.classes(predictions), self.classes(evaluated.label_ids))
 
+    def weighted_loss(self, smoothing: float) -> Callable | None:
+        """The loss with a weight for each class, for Trainer, if it is asked for: rows by classes, by rows of it."""
+        if self.args.class_weights is None or self.is_regression:
+            return None
+        counts = np.bincount(self.splits["train"]["label"], minlength=self.config.num_labels)
+        weights = torch.tensor(counts.sum() / np.maximum(counts, 1) / (counts > 0).sum(), dtype=torch.float32)
+
+        def loss(outputs, labels, num_items_in_batch=None):
+            options = {"weight": weights.to(labels.device), "label_smoothing": smoothing, "reduction": "sum"}
+            return cross_entropy(outputs["logits"].float(), labels, **options) / (num_items_in_batch or len(labels))
+
+        return loss
+
     def majority(self) -> float | None:
         """The main metric of a model that always answers the most frequent class of the training data."""
         if self.is_regression:
@@ -174,13 +190,17 @@ def run_once(task: Task, training: TrainingArguments, keep: bool = False) -> tup
         eval_dataset=task.splits[task.data.validation_splits[0]],
         processing_class=task.tokenizer,
         compute_metrics=task.compute_metrics,
+        compute_loss_func=task.weighted_loss(training.label_smoothing_factor),
         groups=args.groups(),
     )
+    if args.early_stopping_patience is not None and training.do_train:
+        trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     if args.dry_run:
         dry_run(trainer, len(args.sweep_learning_rates) * len(args.sweep_seeds) if args.sweep else 1)
     results = {}
     if training.do_train:
-        results |= train(trainer, task.splits["train"]["label"], max_seq_length=args.max_seq_length)
+        compared = {"max_seq_length": args.max_seq_length, "class_weights": args.class_weights}
+        results |= train(trainer, task.splits["train"]["label"], **compared)
     if keep:
         save_model(trainer, task, Path(training.output_dir))
     with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size or --max_seq_length"):
@@ -219,7 +239,7 @@ def save_model(trainer: Trainer, task: Task, folder: Path):
 
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """Do one run with the learning rate and the seed of the command line, and save the model if it was trained."""
-    training = with_rate(task, training, folder)
+    training = with_early_stopping(task, with_rate(task, training, folder))
     trainer, results = run_once(task, dataclasses.replace(training, output_dir=str(folder)), keep=training.do_train)
     if trainer.is_world_process_zero():
         file = folder / "all_results.json"
@@ -241,6 +261,17 @@ def with_rate(task: Task, training: TrainingArguments, folder: Path) -> Training
     if training.do_train and source is not None:
         logger.info("learning rate %g, %s; --learning_rate sets another", rate, source)
     return dataclasses.replace(training, learning_rate=rate)
+
+
+def with_early_stopping(task: Task, training: TrainingArguments) -> TrainingArguments:
+    """The options with an evaluation and a checkpoint after each epoch, or when evaluations are asked for."""
+    if task.args.early_stopping_patience is None or not training.do_train:
+        return training
+    often = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+    if training.eval_strategy != "no":
+        often = {"save_strategy": training.eval_strategy, "save_steps": training.eval_steps}
+    best = {"metric_for_best_model": task.main_metric, "greater_is_better": task.main_metric not in ERRORS}
+    return dataclasses.replace(training, **often, **best, load_best_model_at_end=True)
 
 
 def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
@@ -323,9 +354,10 @@ def load_data(args: "GroupArguments", training: TrainingArguments) -> dict[Path,
     """The data of all tasks, or of the files, by the folder for the model."""
     if args.dataset_name is not None:
         tasks = args.dataset_config_name or [None]
-        data = [load_set(args.dataset_name, task, args.sentence_keys) for task in tasks]
+        data = [load_set(args.dataset_name, task, args.sentence_keys, args.label_key) for task in tasks]
     elif args.task_name is None:
-        data = [load_files(args.train_file, args.validation_file, args.test_file, args.sentence_keys)]
+        files = args.train_file, args.validation_file, args.test_file
+        data = [load_files(*files, args.sentence_keys, args.label_key)]
     else:
         data = [load_task(name, args.dataset_path) for name in args.task_name]
     folder = Path(training.output_dir)

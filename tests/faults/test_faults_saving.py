@@ -170,9 +170,11 @@ def test_errors_of_a_disk(tmp_path, largest_file):
     largest_file(1000)
     with pytest.raises(SavingError, match="disk full: .*results.json could not be saved: .*File too large"):
         write_json(results, {"scores": list(range(1000))})
-    message = r"disk full: .*model could not be saved: .*\(os error"
+    largest_file(40_000)  # more than what pytest captures
+    tokenizer, message = dna_tokenizer(32), r"disk full: .*model could not be saved: .*\(os error"
+    tokenizer.add_tokens([f"token {number}" for number in range(2000)])
     with pytest.raises(SavingError, match=message), new_folder(target) as new:
-        dna_tokenizer(32).save_pretrained(new)
+        tokenizer.save_pretrained(new)
     assert os.listdir(tmp_path) == ["alone"]
     assert os.listdir(results.parent) == ["results.json"] and json.loads(results.read_text()) == {"score": 1}
 

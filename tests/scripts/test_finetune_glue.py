@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -142,6 +143,9 @@ def test_columns_of_text(tmp_path):
     assert found({"idx": 1, "source": "web", "sentence2": "y", "sentence1": "x"}) == ("sentence1", "sentence2")
     assert found({"hypothesis": "y", "number": 7, "premise": "x"}) == ("premise", "hypothesis")
     assert found({"source": "web", "review": "x", "reply": "y"}, ("review", "reply")) == ("review", "reply")
+    Dataset.from_dict({"review": ["x", "y"], "kind": ["a", "b"], "label": [[1], [2]]}).to_parquet(file)
+    named = load_files(file, file, sentence_keys=("review",), label_key="kind")
+    assert named.label_names == ["a", "b"] and named.splits["train"]["label"][:] == [0, 1]
     for columns, keys, message in (
         ({"sentence": "x", "source": "web"}, (), "--sentence1_key .*--sentence2_key must name .* sentence, source"),
         ({"number": 3}, (), "got the columns of text none"),
@@ -157,7 +161,10 @@ def test_files_that_are_refused(tmp_path):
     train.write_text("sentence,label\nx,1\ny,0\n")
     for content, message in (
         ("sentence,label\n", "has no rows"),
-        ("sentence,class\nx,1\n", "must have the columns label"),
+        (
+            "sentence,class\nx,1\n",
+            "validation.csv must have the columns label .*sentence, class. --label_key names",
+        ),
         ("sentence,label\nx,7\n", r"label must be one of those in the training file, \[0, 1\], got 7"),
         ("sentence,label\nx,1\n,0\n", "column sentence of .*validation.csv must have a value in each row, .* row 2"),
     ):
@@ -170,6 +177,30 @@ def test_files_that_are_refused(tmp_path):
     train.write_text("sentence,label\nNA,null\nnull,NA\n")
     data = load_files(str(train), str(train))
     assert data.label_names == ["NA", "null"] and data.splits["train"]["sentence"][:] == ["NA", "null"]
+
+
+def test_labels_by_another_name(encoder, tmp_path):
+    """Beside a column `label`, which does not count then; weights of classes, and an early stop."""
+    films = rows(60)
+    rare = [{"text": t, "topic": "rare" if i < 6 else "often", "label": i} for i, t in enumerate(films["sentence"])]
+    Dataset.from_list(rare).to_csv(tmp_path / "rows.csv", index=False)
+    given = f"--train_file {tmp_path}/rows.csv --validation_file {tmp_path}/rows.csv --label_key topic"
+    options = "--learning_rate 0 --num_train_epochs 9 --early_stopping_patience 2 --class_weights balanced"
+    finetune(encoder, tmp_path / "out", given, options)
+    results = read(tmp_path / "out")
+    assert results["epoch"] == 3 and results["eval_accuracy"] in (0.1, 0.9)
+    assert read(tmp_path / "out", "training_args")["metric_for_best_model"] == "accuracy"
+    model, tokenizer = load(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "often", 1: "rare"}
+    losses = []
+    for row in rare:
+        labels = torch.tensor([int(row["topic"] == "rare")])
+        losses.append(model(**tokenizer(row["text"], return_tensors="pt"), labels=labels).loss.item())
+    # Both classes have half of the weight: rows by classes, by rows of the class.
+    assert results["eval_loss"] == pytest.approx((np.mean(losses[:6]) + np.mean(losses[6:])) / 2, rel=1e-4)
+    options = options.replace("--class_weights balanced", "--resume_from_checkpoint latest")
+    with pytest.raises(SystemExit, match="class_weights must be balanced, got None"):
+        finetune(encoder, tmp_path / "out", given, options)
 
 
 def test_text_that_looks_like_numbers(tmp_path):
