@@ -29,7 +29,7 @@ from .configuration_tnn import SLIDING, TOEPLITZ
 from .extensions import extensions
 from .inputs import is_elsewhere
 from .numerics import is_traced
-from .recurrence import DecodingState, decode
+from .recurrence import DecodingState, decode, is_closed
 from .tno import gated_matmul
 from .toeplitz_fused import NO_GATE, Gate
 
@@ -285,6 +285,10 @@ def check_cache(cache: Cache, model: nn.Module):
         )
     if not is_traced():
         claim(cache, held, fields_of(model.config))
+        for layer in held:  # of attention: states do the same for themselves
+            for name, value in [] if is_toeplitz(layer) else vars(layer).items():
+                if isinstance(value, torch.Tensor) and is_closed(value):
+                    setattr(layer, name, value.clone())
 
 
 def claim(cache: Cache, layers: list[CacheLayerMixin], fields: dict):

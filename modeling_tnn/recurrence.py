@@ -203,12 +203,21 @@ def keep(state: DecodingState, prompt: Prompt):
 
 
 def prefill(state: DecodingState):
-    """Make the state from the inputs of the first call, if this has not been done."""
+    """Make the state from the inputs of the first call, if this has not been done, and let later calls write into it.
+
+    Outside of inference mode nothing can be written into what was made in it.
+    """
     if state.prompt is not None:
-        # Later calls write into the state, which they could not if inference mode had made it.
         with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
             state.recurrence.prefill(state, state.prompt)
         state.prompt, state.history.slack = None, state.slack
+    elif is_closed(state.history.buffer) or any(map(is_closed, state.tensors.values())):
+        state.select(torch.clone)
+
+
+def is_closed(tensor: torch.Tensor) -> bool:
+    """Whether nothing can be written into a tensor, because inference mode, which has ended, has made it."""
+    return not is_traced() and tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def attach(state: DecodingState, operator, device: torch.device):

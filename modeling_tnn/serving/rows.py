@@ -74,6 +74,8 @@ def check_new_rows(rows: list[int], held: int, count: int):
         )
 
 
+@torch.inference_mode(False)  # later calls write into the state
+@torch.no_grad()
 def put_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
     """`put_texts` for one Toeplitz layer."""
     for name, other in new.states.items():
@@ -85,8 +87,7 @@ def put_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
             compact(state.recurrence, state)
             continue
         prefill(state)
-        with torch.inference_mode(False), torch.no_grad():  # later calls write into the state
-            put(state.recurrence, state, other, rows)
+        put(state.recurrence, state, other, rows)
         state.length = max(state.length, other.length)
     new.reset()
 

@@ -193,9 +193,9 @@ class CacheTests:
             cache = cache_of(model)
             with torch.inference_mode(steps > 0):
                 passes(model, text[:, :held], [340] + [1] * steps, cache=cache)
-            cache.reorder_cache(torch.tensor([2, 0, 1]))
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([0, 5]))
+                cache.reorder_cache(torch.tensor([2, 0, 1]))
+                cache.batch_repeat_interleave(2)
+                cache.batch_select_indices(torch.tensor([0, 5]))
             for layer in cache.layers:
                 layer.offload()
                 layer.prefetch()
@@ -208,6 +208,18 @@ class CacheTests:
                 assert relative_error(found, expected) < 1e-10
         with pytest.raises(ValueError, match="The input must have 2 sequences, as `past_key_values` has, got 1"):
             model(text[:1], past_key_values=cache)
+
+    @torch.no_grad()
+    def test_a_text_goes_on_outside_of_inference_mode_and_in_it(self, model):
+        text = text_of(160)
+        expected = model(text, use_cache=False).logits
+        for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=160)):
+            with torch.inference_mode():
+                found = [passes(model, text[:, :121], [20, 100, 1], cache=cache)]
+            found.append(passes(model, text[:, :130], [1, 8], cache=cache))
+            with torch.inference_mode():
+                found.append(passes(model, text, [1, 29], cache=cache))
+            assert relative_error(torch.cat(found, dim=1), expected) < 1e-10
 
     def test_precision(self, model):
         for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.05)):
