@@ -42,6 +42,7 @@ from .numerics import (
     is_on_host,
     is_traced,
     is_transformed,
+    must_be_eager,
     next_fast_len,
 )
 from .recurrence import LONG_PROMPT, PIECE, DecodingState, DivergenceError, Prompt, Recurrence
@@ -51,6 +52,8 @@ from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
 
 LARGE_CHUNK = 2**25  # numbers in a chunk of filters on an accelerator
 LARGEST_GROWTH = 1e6  # of g over the trained length: float64 then has more correct digits than float32 needs
+LARGEST_RISE = 1e4  # of a kernel beyond its trained length: float32 then has digits left for the first outputs
+STEPS = 64  # of a recursion in a block, see `solve_recursion`
 BATCH, BLOCK = 4, 8  # sequences from which a step on the CPU is faster by blocks, and tokens in a block
 PATROL = 64  # tokens between two checks for values that are not finite, on an accelerator
 
@@ -127,6 +130,13 @@ def companion_matrix(denominator: torch.Tensor) -> torch.Tensor:
     return companion
 
 
+def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; inf if not finite."""
+    finite = denominator.isfinite().all(dim=1)
+    matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
+    return torch.linalg.eigvals(matrices).abs().amax(dim=1).where(finite, torch.inf)
+
+
 def monic(denominator: torch.Tensor) -> torch.Tensor:
     """The series 1, a_1 .. a_N: `(Q, N)` to `(Q, N + 1)`."""
     return pad(denominator, (1, 0), value=1.0)
@@ -145,18 +155,55 @@ def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> t
     return pad(product, (0, max(0, length - size)))[:, :length]
 
 
-def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` coefficients of 1/a(z), `(Q, N)` to `(Q, length)`.
+class AllPole(torch.autograd.Function):
+    """`solve_recursion`. Its gradients are u, the same recursion from the end, and for a_i minus sum_t u_t y_{t-i}."""
 
-    Newton's iteration g <- g (2 - a g) doubles the number of correct coefficients: O(L log L).
+    @staticmethod
+    def forward(ctx, denominator: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = solve_recursion(denominator, x)
+        ctx.save_for_backward(denominator, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        denominator, y = ctx.saved_tensors
+        u, found = all_pole(denominator, gradient.flip(1)).flip(1), None
+        if ctx.needs_input_grad[0]:
+            lags = range(1, denominator.shape[1] + 1)
+            pairs = ((u[:, lag:].flatten(1), y[:, : max(0, y.shape[1] - lag)].flatten(1)) for lag in lags)
+            found = -torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], dim=1)
+        return found, u
+
+
+def all_pole(denominator: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The filter y = x / a: y_t = x_t - sum_i a_i y_{t-i}, for `(Q, N)` and `(Q, L, G)` to `(Q, L, G)`."""
+    own = is_traced() or is_transformed(x)
+    return (solve_recursion if own else AllPole.apply)(denominator, x)
+
+
+def solve_recursion(denominator: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The values of `all_pole`, `STEPS` at a time, each block by substitution with a triangular matrix.
+
+    Its errors are those of the plain recursion. A transform, or a power of the companion matrix, rounds relative to
+    the largest value, and the sums that follow magnify that: a stable filter with poles near each other may diverge.
     """
-    a, g = monic(denominator), torch.ones_like(denominator[:, :1])
-    while g.shape[1] < length:
-        known = min(2 * g.shape[1], length)
-        residual = -multiply_series(a, g, known)  # (Q, known)
-        residual[:, 0] += 2
-        g = multiply_series(g, residual, known)
-    return g[:, :length]
+    order, size = denominator.shape[1], min(STEPS, x.shape[1])
+    later, earlier = (torch.arange(first, size, device=x.device) for first in (0, -order))
+    lags = (later[:, None] - earlier + 1).clamp(0, order + 2)  # (S, N+S), from 1 on for lag 0
+    before, within = pad(monic(denominator), (1, 1))[:, lags].split([order, size], dim=2)  # (Q, S, N), (Q, S, S)
+    past, blocks = x.new_zeros(len(x), order, x.shape[2]), []
+    for part in x.split(size, dim=1):
+        rows = part.shape[1]
+        driven = part - before[:, :rows] @ past
+        blocks.append(torch.linalg.solve_triangular(within[:, :rows, :rows], driven, upper=False, unitriangular=True))
+        past = torch.cat([past, blocks[-1]], dim=1)[:, -order:]
+    return torch.cat(blocks, dim=1)
+
+
+def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` coefficients of 1/a(z), `(Q, N)` to `(Q, length)`."""
+    one = pad(torch.ones_like(denominator[:, :1]), (0, length - 1))
+    return all_pole(denominator, one[..., None])[..., 0]
 
 
 def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
@@ -170,9 +217,9 @@ def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch
 
 def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
     """The taps `(D, F)` continued to `(D, length)` by equation (3)."""
-    numerator = recurrence_numerator(denominator, taps)
-    series = per_filter(reciprocal_series(denominator, length), len(taps))  # (D, L)
-    beyond = multiply_series(numerator, series, length - 1)[:, taps.shape[1] - 1 :]  # taps F .. L-1
+    numerator = recurrence_numerator(denominator, taps).unflatten(0, (len(denominator), -1))  # (Q, D/Q, N)
+    driven = pad(numerator, (0, length - 1))[..., : length - 1].transpose(1, 2)  # (Q, L-1, D/Q)
+    beyond = all_pole(denominator, driven)[:, taps.shape[1] - 1 :].transpose(1, 2).flatten(0, 1)  # taps F .. L-1
     return torch.cat([taps, beyond], dim=1)
 
 
@@ -180,11 +227,11 @@ def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: 
     """The taps `(D, F)` cut or continued to `(D, length)` without a branch on the length, for torch.export.
 
     Beyond F the series of c(z)/a(z) is sampled at M points like (1), but on a circle of radius r > 1: taps become
-    k_t r^-t. With M > 2L and r^M = 1 / eps the wrapped tail vanishes, and the multiplication by r^t increases rounding
-    errors by at most eps^(-1/2), to 1e-8 of the largest tap in float64 (Abate and Whitt, 1992).
+    k_t r^-t. With M > 4L and r^M = 1 / eps the wrapped tail vanishes, and the multiplication by r^t increases rounding
+    errors by at most eps^(-1/4), to 1e-12 of the largest tap in float64 (Abate and Whitt, 1992).
     """
     order, count = denominator.shape[1], taps.shape[1]
-    size = next_fast_len(2 * length + order)  # M
+    size = next_fast_len(4 * length + order)  # M
     position = torch.arange(length, device=taps.device)
     fading = torch.finfo(taps.dtype).eps ** (position.to(taps.dtype) / size)  # (L,): r^-t
     scale = torch.finfo(taps.dtype).eps ** (torch.arange(1, order + 1, device=taps.device, dtype=taps.dtype) / size)
@@ -329,16 +376,20 @@ class CompanionRecurrence(Recurrence):
             self._refuse(self._form.denominator, ~torch.isfinite(w).all(2).all(0))
 
     def _refuse(self, denominator: torch.Tensor, diverging: torch.Tensor):
-        """Raise a DivergenceError for the first of the `diverging` channels `(D,)`, if there is one."""
-        if not diverging.any():
-            return
-        channel = diverging.nonzero()[0].item()
-        companion = companion_matrix(denominator[channel : channel + 1].cpu())  # (1, N, N)
-        radius = torch.linalg.eigvals(companion).abs().max().item()
+        """Raise a DivergenceError if one of the `diverging` channels `(D,)` has a pole outside the unit circle."""
+        way = "Generate with use_cache=False (`tnn generate --use_cache false`)"
+        refuse_poles(self.operator, denominator, diverging, f"makes the recurrence diverge. {way}")
+
+
+def refuse_poles(operator: "RtfOperator", denominator: torch.Tensor, growing: torch.Tensor, consequence: str):
+    """Raise a DivergenceError for the first `growing` filter `(D,)` with a pole outside the unit circle, if any."""
+    filters = growing.nonzero()[:, 0].cpu()
+    outside = (radii := spectral_radius(denominator.detach().cpu()[filters])) > 1
+    if outside.any():
+        channel, radius = filters[outside][0].item() % operator.channels, radii[outside][0].item()
         raise DivergenceError(
-            f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
-            "diverge. Generate with use_cache=False (`tnn generate --use_cache false`), or train with "
-            "rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
+            f"Layer {operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} {consequence}, or train "
+            "with rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
         )
 
 
@@ -410,6 +461,7 @@ class RtfOperator(ToeplitzOperator):
                 kernel = kernel[:, :length]
             else:  # one graph cannot record the iteration of `extend_kernel`, whose number of steps depends on L
                 kernel = (kernel_of_any_length if is_traced() else extend_kernel)(denominator, kernel, length)
+                self.require_bounded(denominator, kernel)
             kernel = kernel.to(compute_dtype(self.numerator.dtype))
         kernel = kernel.to(device or kernel.device)
         if self.causal:
@@ -417,6 +469,17 @@ class RtfOperator(ToeplitzOperator):
         positive, negative = kernel.chunk(2)  # (D, L) each
         # Not negative[:, : L - 1]: L - 1 may be 1, which torch.export would rule out.
         return torch.cat([negative.flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
+
+    def require_bounded(self, denominator: torch.Tensor, kernel: torch.Tensor):
+        """Raise a DivergenceError if poles make a `kernel` `(D, L)` rise so far that first outputs are rounding."""
+        if self.constraint is not None or must_be_eager() or kernel.is_meta:
+            return
+        parts = kernel.detach().abs().split([self.size, kernel.shape[1] - self.size], dim=1)
+        trained, beyond = (part.amax(dim=1) for part in parts)
+        growing = ~(beyond <= LARGEST_RISE * trained)  # (D,)
+        if growing.any():
+            way = f"makes the kernel grow beyond the trained length. Read at most {self.size} tokens at a time"
+            refuse_poles(self, per_filter(denominator, len(kernel)), growing, way)
 
     def recurrence(self) -> CompanionRecurrence:
         require_causal(self)

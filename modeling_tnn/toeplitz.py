@@ -24,7 +24,17 @@ from torch.nn.functional import pad
 
 from .extensions import extensions
 from .numerics import compute_dtype, is_exported, is_exported_to_onnx, is_fused, is_on_host, must_be_eager
-from .toeplitz_fused import NO_GATE, Gate, eager_windows, fused_convolution, has_parameters, is_response, windows_of
+from .toeplitz_fused import (
+    LARGEST_RISE,
+    NO_GATE,
+    Gate,
+    eager_windows,
+    fused_convolution,
+    has_parameters,
+    is_response,
+    rise,
+    windows_of,
+)
 
 
 def exported_convolution(x: torch.Tensor, kernel: torch.Tensor, size: int, first: int) -> torch.Tensor:
@@ -165,6 +175,8 @@ def gated_convolution(v, kernel, first: int, implementation: str = "fused", gate
         # MKL refuses transforms of empty tensors. All inputs stay in the graph, so that their gradients are zero.
         return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
     windows = windows_of(v, kernel, first, several=fused)
+    if windows.rises and rise(kernel, first) > LARGEST_RISE:
+        return gate.apply(exact_product(gate.inputs(v), kernel, first).to(v.dtype), "eager")
     if fused and not has_parameters(gate.act):
         return fused_convolution(v, kernel, windows, gate)
     # Autograd computes the gradients of the gate, and of parameters of its activation, around the product.
@@ -177,6 +189,18 @@ def gated_convolution(v, kernel, first: int, implementation: str = "fused", gate
     else:
         y = eager_windows(x.permute(2, 0, 1), kernel, None, None, None, windows).permute(1, 2, 0)
     return gate.apply(y, "eager")  # (B, L, D)
+
+
+def exact_product(v: torch.Tensor, kernel: torch.Tensor, first: int) -> torch.Tensor:
+    """The convolution of `gated_convolution` as sums in float64, O(L^2), for taps `(D, K)` that rise without measure.
+
+    A transform rounds all outputs by the largest tap, so that the first ones would depend on the length.
+    """
+    length, x = v.shape[1], v.permute(2, 1, 0).double()  # (D, L, B)
+    lags = pad(kernel.double(), (length - 1 - first, length + first - kernel.shape[1]))  # (D, 2L-1)
+    rows = lags.flip(1).unfold(1, length, 1)  # (D, L, L), the last output first
+    parts = rows.split(max(1, 2**22 // (length * len(lags))), dim=1)
+    return torch.cat([part @ x for part in parts], dim=1).flip(1).permute(2, 1, 0)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from .numerics import is_fused, is_on_host, is_transformed, next_fast_len
+from .numerics import is_fused, is_on_host, is_traced, is_transformed, must_be_eager, next_fast_len
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,8 +33,9 @@ CHUNK, LARGE_CHUNK = 2**18, 2**27
 # Transforms at a time, at least: one or two long ones at a time take up to 1.5 times as long (measured at 65,536).
 ROWS = 8
 
-# The longest transform that is in float32 on the CPU, see `transform_dtype`.
-PRECISE = 2**18
+# The longest transform that is in float32 on the CPU, and the most that a kernel may rise from its NEAR first lags for
+# one, and for one in float64, see `rise`.
+PRECISE, NEAR, SMALL_RISE, LARGEST_RISE = 2**18, 16, 10, 1e8
 
 # Ratios to the length of the filter (measured): of the shortest sequence that gets windows, and of a window.
 LONG, WINDOW, SHORTEST_WINDOW = 8, 4, 256
@@ -127,6 +128,7 @@ class Windows(NamedTuple):
     count: int = 1  # W
     offset: int = 0  # entry of the first window at which x begins
     skip: int = 0  # number of first entries of each window that are not outputs
+    rises: bool = False  # whether the kernel rises far beyond its first lags
 
     @property
     def span(self) -> int:
@@ -137,12 +139,13 @@ class Windows(NamedTuple):
 def windows_of(v: torch.Tensor, kernel: torch.Tensor, first: int, several: bool = True) -> Windows:
     """The windows of `v` `(B, L, D)` for taps `(D, K)`, `several` if they are much shorter; one for a response."""
     length, taps, with_response = v.shape[1], kernel.shape[1], is_response(kernel)
+    rises = rise(kernel, first) > SMALL_RISE
     if several and not with_response and length >= LONG * taps and length > SHORTEST_WINDOW:
         size = max(SHORTEST_WINDOW, 1 << (WINDOW * taps - 1).bit_length())
         step = size - taps + 1
-        return Windows(size, step, -(-length // step), taps - 1 - first, taps - 1)
+        return Windows(size, step, -(-length // step), taps - 1 - first, taps - 1, rises)
     size = 2 * (kernel.shape[2] - 1) if with_response else next_fast_len(length + max(first, taps - 1 - first))
-    return Windows(size, size, skip=first)
+    return Windows(size, size, skip=first, rises=rises)
 
 
 class GatedConvolution(torch.autograd.Function):
@@ -221,10 +224,11 @@ def eager_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
         x = pad(x, (windows.offset, windows.span - windows.offset - length)).unfold(-1, windows.size, windows.step)
     else:
         x = x[:, :, None]
-    spectrum = response(kernel, slice(None), windows, kernel.dtype)  # (D, 1, 1, F/2+1)
-    spectrum = torch.fft.rfft(x, n=windows.size) * spectrum  # (D, B, W, F/2+1)
+    dtype = transform_dtype(kernel, windows)
+    spectrum = response(kernel, slice(None), windows, dtype)  # (D, 1, 1, F/2+1)
+    spectrum = torch.fft.rfft(x.to(dtype), n=windows.size) * spectrum  # (D, B, W, F/2+1)
     y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip : windows.skip + length]  # (D, B, W, S)
-    y = y.flatten(2)[..., :length]  # (D, B, L)
+    y = y.flatten(2)[..., :length].to(kernel.dtype)  # (D, B, L)
     return (y if u is None else act(u.to(kernel.dtype)) * y).to(v.dtype)
 
 
@@ -242,12 +246,27 @@ def chunks(v: torch.Tensor, windows: Windows) -> list[slice]:
 
 
 def transform_dtype(kernel: torch.Tensor, windows: Windows) -> torch.dtype:
-    """The precision of the transforms: float64 on the CPU for long windows, else that of the kernel.
+    """The precision of the transforms: on the CPU float64 for long windows and rising kernels, else the kernel's.
 
     Rounding is relative to the largest outputs. With a kernel that does not fade, these are at the end of a million
     positions, and the first ones, a thousand times smaller, would lose three digits.
     """
-    return torch.float64 if windows.size > PRECISE and is_on_host(kernel) else kernel.dtype
+    wide = not is_traced() and is_on_host(kernel) and (windows.rises or windows.size > PRECISE)
+    return torch.float64 if wide else kernel.dtype
+
+
+def rise(kernel: torch.Tensor, first: int) -> float:
+    """How much larger the taps of a channel become than those at the first lags; 1 where that is not known.
+
+    It is known for taps `(D, K)` on the CPU. Of each channel 64 taps or more are read, the last one among them, so it
+    costs less than 1% of the product.
+    """
+    if is_response(kernel) or kernel.shape[1] <= NEAR or must_be_eager() or not is_on_host(kernel):
+        return 1.0
+    kernel, last = kernel.detach(), kernel.shape[1] - 1
+    near, sample = kernel[:, max(0, first - NEAR) : first + NEAR], kernel[:, last % (every := last // 64 + 1) :: every]
+    start, largest = near.abs().amax(dim=1), sample.abs().amax(dim=1)  # (D,)
+    return torch.where(start > 0, largest / start, 1).max().item() if len(kernel) else 1.0
 
 
 def mask_out(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

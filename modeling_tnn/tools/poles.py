@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..numerics import is_on_host
-from ..tno_rtf import RtfOperator, companion_matrix
+from ..tno_rtf import RtfOperator, spectral_radius
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,6 @@ def reflection_coefficients(a: torch.Tensor) -> torch.Tensor:
         reflections.append(k)
         a = torch.addcmul(rest, k, rest.flip(0), value=-1).div_(1 - k.square())
     return torch.stack(reflections)
-
-
-def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; inf if not finite."""
-    finite = denominator.isfinite().all(dim=1)
-    matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
-    return torch.linalg.eigvals(matrices).abs().amax(dim=1).where(finite, torch.inf)
 
 
 def rational_operators(model: torch.nn.Module) -> list[RtfOperator]:
