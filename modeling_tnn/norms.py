@@ -40,18 +40,19 @@ class RowNormalization(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        rms = root_mean_square(x)
+        ctx.save_for_backward(x, rms)
         ctx.eps = eps
-        return x / (root_mean_square(x) + eps)
+        return x / (rms + eps)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        (x,) = ctx.saved_tensors
-        rms = root_mean_square(x)  # (..., 1)
-        small, factor = rms < ctx.eps, 1 / (rms + ctx.eps)
-        along = (gradient * x).sum(-1, keepdim=True) * factor / (x.shape[-1] * rms.clamp(min=ctx.eps))
-        across = torch.addcmul(gradient, x, along.masked_fill(small, 0), value=-1)
-        return across * factor.masked_fill(small, 1), None
+        x, rms = ctx.saved_tensors
+        rms = root_mean_square(x) if torch.is_grad_enabled() else rms  # (..., 1), for a second derivative too
+        small = rms < ctx.eps
+        scale = (rms + ctx.eps).masked_fill(small, 1)
+        along = (gradient * x).mean(-1, keepdim=True) / scale / rms.masked_fill(small, torch.inf)
+        return torch.addcmul(gradient, x, along, value=-1) / scale, None
 
 
 class SimpleRMSNorm(nn.Module):
