@@ -40,7 +40,7 @@ def parse_arguments() -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--output_file", type=Path)
     parser.add_argument("--trust_remote_code", action="store_true")
     known, rest = parser.parse_known_args()
-    check_model_path(known.model_name_or_path, tokenizer=True)
+    check_model_path(known.model_name_or_path, tokenizer=True, causal=True)
     if known.prompt_file is not None:
         known.prompt += [line for line in read_lines_of(str(known.prompt_file)) if line.strip()]
     for prompt in known.prompt:

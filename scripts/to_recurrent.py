@@ -137,7 +137,7 @@ def summary(result: dict, columns: tuple[str, ...] = COLUMNS) -> str:
 @report_errors
 def main():
     args = parser().parse_args()
-    check_model_path(args.model_name_or_path, tokenizer=True)
+    check_model_path(args.model_name_or_path, tokenizer=True, causal=True)
     if args.dataset_name is not None:
         check_source(args.dataset_name)
     with claim(args.output_dir):

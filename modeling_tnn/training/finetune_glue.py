@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -294,7 +295,9 @@ def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
 
 def summarize(task: Task, runs: list[dict]) -> dict:
     """The summary of a task: the learning rate with the best mean over the seeds, and the best run."""
-    key, about = f"eval_{task.main_metric}", {"task": task.name, "pairs": task.data.is_pairs}
+    first = task.splits["train"][0][task.data.text_columns[0]][:60]
+    example = first if re.fullmatch("[ACGTN]+", first) else "A sentence."
+    key, about = f"eval_{task.main_metric}", {"task": task.name, "pairs": task.data.is_pairs, "example": example}
     if any(key not in run for run in runs):
         return about | {"runs": runs}
     by_rate = {}
@@ -409,4 +412,5 @@ def run(args: "GroupArguments", training: TrainingArguments):
         logger.info("%s%s", message, "" if args.sweep else f" Continue with --resume_from_checkpoint {checkpoint}.")
         sys.exit(status)
     if (training.do_train or args.sweep) and len(summaries) == 1 and training.process_index == 0:
-        logger.info("%s", next_steps(training.output_dir, "pairs" if summaries[0]["pairs"] else "sentences"))
+        kind, example = "pairs" if summaries[0]["pairs"] else "sentences", summaries[0]["example"]
+        logger.info("%s", next_steps(training.output_dir, kind, prompt=example))

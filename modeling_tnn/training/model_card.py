@@ -11,10 +11,11 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from tnn_cli.errors import importing
+
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
-from matplotlib.figure import Figure
 from transformers import AutoConfig, PreTrainedModel
 
 from tnn_cli import model_path
@@ -56,6 +57,8 @@ RECIPE = (
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "operator_learning_rate",
     "operator_weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "mixed_precision", "seed",
 )  # fmt: skip
+# Data sets that are English.
+ENGLISH = ("the King James Bible", "wikitext", "Salesforce/wikitext", "nyu-mll/glue")
 DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "dataset_config", "train_file")
 # The files of figures that trainings write; the first existing one counts.
 METRICS_FILES = ("metrics.json", "all_results.json", "results.json")
@@ -158,6 +161,7 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
             inputs[name] = readers[name](read_json(path))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a JSON file that the card can read as {name}: {error!r}") from error
+    inputs["card"]["language"] = args.language or language_of(inputs.get("arguments", {}))
     for name, found in inputs.items():
         write_json(target / INPUTS[name], found)
     if args.kernels is not None:
@@ -204,6 +208,12 @@ def read_training_arguments(report: dict) -> dict:
         if given := report.get(name):  # a text in reports of other programs; of pretrain.py, sources
             found[name] = " ".join(map(without_folder, [given] if isinstance(given, str) else given))
     return found
+
+
+def language_of(arguments: dict) -> str | None:
+    """The language of the training data, if it is known; a task without a data set is one of GLUE."""
+    data = arguments.get("dataset_name") or ("nyu-mll/glue" if "task_name" in arguments else None)
+    return "en" if data in ENGLISH else None
 
 
 def read_evaluation(report: dict, folder: Path | None = None, config: TnnConfig | None = None) -> dict:
@@ -255,6 +265,9 @@ READERS = {
 
 def plot_lengths(rows: list[dict], trained: int, target: Path):
     """Draw perplexity over length, with a mark at the length of the training."""
+    with importing("scripts"):
+        from matplotlib.figure import Figure  # of the few cards that have a picture
+
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot([row["length"] for row in rows], [row["perplexity"] for row in rows], marker="o")

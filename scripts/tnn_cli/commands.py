@@ -48,7 +48,7 @@ FIRST_STEP = {
         "--dataset_name katarinagresova/Genomic_Benchmarks_human_enhancers_cohn --output_dir outputs/enhancers",
     ),
     "classifier": (),
-    "sentences": (CLASSIFY.replace("TEXT", '"A sentence."'),),
+    "sentences": (CLASSIFY.replace("TEXT", '"{prompt}"'),),
     "pairs": (CLASSIFY.replace("TEXT", '{{"text": "A sentence.", "text_pair": "Another one."}}'),),
 }
 UNSTABLE = (
@@ -66,7 +66,7 @@ def next_steps(folder: str, kind: str, unstable: Sequence[object] = (), prompt: 
         kind: causal, masked, dna (a masked model of it) or classifier, or what a classifier of text reads: sentences
             or pairs.
         unstable: layers with poles outside the unit circle. The text begins with what they prevent.
-        prompt: what a causal model is to continue.
+        prompt: what a causal model is to continue, or a classifier of sentences to read.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]

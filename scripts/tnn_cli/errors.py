@@ -36,6 +36,10 @@ def is_disk_full(error: BaseException | None) -> bool:
     return False
 
 
+# Lines for stderr that are written once the command line is read, and before anything slow.
+NOTICES: list[str] = []
+
+
 class UserError(RuntimeError):
     """An error that the user of a program can solve. Its message says how."""
 
@@ -72,6 +76,8 @@ def importing(extra: str | None = None) -> Iterator[None]:
     Raises:
         ImportError: a package is not installed; the message says how to install it.
     """
+    sys.stderr.writelines(f"{notice}\n" for notice in dict.fromkeys(NOTICES))
+    NOTICES.clear()
     # Ctrl-C is ignored in what a shell runs in the background, and another thread cannot change that.
     in_main_thread = threading.current_thread() is threading.main_thread()
     replaced = signal.getsignal(SIGINT) is signal.default_int_handler and in_main_thread

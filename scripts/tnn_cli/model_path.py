@@ -9,15 +9,17 @@ their own variables. In `load` every failure becomes an error of one line that n
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_cli.errors import UserError
+from tnn_cli.errors import NOTICES, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -100,15 +102,36 @@ def check_path(name: str, option: str):
     """
     path = Path(name)
     is_path = not HUB_ID.fullmatch(name) or name.startswith("outputs/") or ("/" in name and path.parent.is_dir())
-    if name and (path.exists() or not is_path):
+    if name and path.exists():
         return
+    if name and not is_path:
+        return NOTICES.append(f"{name} is not a folder here: trying the Hub")
     siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = nearest(path.name, siblings, name.removesuffix("/").removesuffix(path.name))
     raise ValueError(f"{option} must be a folder or a Hub id, got {name!r}, which is not a folder here{hint}")
 
 
-def check_model_path(name: str | Path, option: str = "--model_name_or_path", tokenizer: bool = False):
+@cache
+def try_hub():
+    """Ask the Hub for an answer, and leave it alone if there is none: its client would try for a minute and more."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # those of its client differ by release
+        constants.HF_HUB_OFFLINE = True
+        sys.stderr.write(f"the Hub cannot be reached ({error}): only what was downloaded before is read\n")
+
+
+def check_model_path(
+    name: str | Path, option: str = "--model_name_or_path", tokenizer: bool = False, causal: bool = False
+):
     """Check that a name is a folder with a model, and with a `tokenizer`, or could be the id of a repository.
+
+    Args:
+        causal: whether a TNN must be one that continues texts.
 
     Raises:
         ValueError: it is another file or folder, or a path without any.
@@ -123,8 +146,24 @@ def check_model_path(name: str | Path, option: str = "--model_name_or_path", tok
         inside = sorted(str(file.parent) for file in folder.glob(f"*/{CONFIGS[0]}"))
         hint = f"; did you mean {' or '.join(inside[:3])}?" if inside else "."
         raise ValueError(f"{option} must be a folder with a model, got {name} without {CONFIGS[0]}{hint}")
+    if causal and (folder / CONFIGS[0]).is_file() and not fault_of(folder / CONFIGS[0]):
+        check_causal(name, json.loads((folder / CONFIGS[0]).read_text(encoding="utf-8")))
     if tokenizer and not any(file.is_file() for pattern in TOKENIZERS for file in folder.glob(pattern)):
         raise ValueError(f"{option} must be a folder with a tokenizer, got {name} without tokenizer.json.")
+
+
+# The ends of the names of classes, and what their models are called.
+HEADS = {"MaskedLM": "a masked model", "Classification": "a classifier", "Prediction": "a model of series"}
+
+
+def check_causal(name: str, config: dict):
+    """Raise a ValueError for the configuration of a TNN that continues no texts."""
+    heads = config.get("architectures")
+    head = str(heads[0]) if heads and isinstance(heads, list) else "TnnModel"
+    is_causal = head in ("TnnForCausalLM", "TnnModel") and config.get("causal", True)
+    if config.get("model_type") == "tnn" and not is_causal:
+        kind = next((kind for end, kind in HEADS.items() if head.endswith(end)), "no causal model")
+        raise ValueError(f"{name} is {kind} ({head}): only a causal model, TnnForCausalLM, continues texts.")
 
 
 WEIGHTS = ("*.safetensors", "*.index.json", "*.bin")
@@ -148,6 +187,8 @@ def load(loader: type, source: str | Path, **options):
     dtype = str(options.get("dtype", "auto")).removeprefix("torch.")
     if dtype != "auto" and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
         raise ValueError(f"--dtype must be auto or a dtype of torch for weights, such as bfloat16, got {dtype}")
+    if not Path(source).exists():
+        try_hub()
     with naming(source, *PARTS.get(loader.__name__, MODEL)):
         loaded = loader.from_pretrained(source, **options)
         if loader is AutoTokenizer:

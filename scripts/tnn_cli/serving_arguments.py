@@ -15,7 +15,7 @@ class WriterArguments:
     device: str | None = None
 
     def __post_init__(self):
-        check_model_path(self.model_name_or_path, tokenizer=True)
+        check_model_path(self.model_name_or_path, tokenizer=True, causal=True)
 
 
 @dataclass

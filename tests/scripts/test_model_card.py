@@ -76,6 +76,7 @@ def test_the_figures_of_a_script(card, tmp_path):
     text = card(model, all_results={"eval_accuracy": 0.8125, "eval_runtime": 3.0}, training_args=secret)
     assert "| accuracy | 0.8125 | validation part of sst2 |" in text and "| learning_rate | 0.5 |" in text
     assert "Data: sst2." in text and str(tmp_path) not in text + (tmp_path / "card" / INPUTS["arguments"]).read_text()
+    assert ModelCard(text).data.language is None is ModelCard(text).data.license, "neither follows from files"
     (result,) = ModelCard(text).data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("accuracy", 0.8125, "sst2")
     text = card(model, training_args=secret | {"validation_file": str(tmp_path / "mine.csv")})
@@ -95,6 +96,7 @@ def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
     run_script("model_card", tmp_path / "out", "--repo_id", "user/demo", "--output_dir", tmp_path / "card")
     found = ModelCard.load(tmp_path / "card" / "README.md")
     assert "Data: the King James Bible." in found.text and found.data.datasets is None
+    assert found.data.language == "en" and found.data.license is None
     assert found.data.eval_results[0].dataset_name == "the King James Bible"
 
 

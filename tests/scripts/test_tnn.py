@@ -10,14 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tnn_cli.errors import UserError, importing
+
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from helpers import processes
 from helpers.models import exhaustive, slow
 from helpers.scripts import program, run, save_model, write_config, write_text
 from tnn_cli.commands import COMMANDS, next_steps
-from tnn_cli.model_path import find_config, find_recipe
+from tnn_cli.model_path import check_model_path, find_config, find_recipe, load, try_hub
 from tnn_cli.programs import presets
 from tnn_cli.training_arguments import read_presets
 
@@ -96,22 +99,58 @@ def python(code: str, lines: list = ()) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code.replace("LINES", repr(lines))], capture_output=True, text=True)
 
 
-def test_answers_come_before_anything_slow_is_imported():
-    """Help, wrong options, names and files; by modules and not by seconds, which other programs change."""
+def test_answers_come_before_anything_slow_is_imported(tmp_path):
+    """Help, wrong options, names, files and kinds of models; by modules and not by seconds, which others change."""
     lines = [["--help"], ["no-such-command"]]
     lines += [[command, given] for command in COMMANDS for given in ("--help", "--no_such_option")]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    masked = {"model_type": "tnn", "causal": False, "architectures": ["TnnForMaskedLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(masked))
+    writers = ("generate", "chat", "serve", "api", "to-recurrent --output_dir out")
+    lines += [[*writer.split(), "--model_name_or_path", str(tmp_path)] for writer in writers]
     done = python(ANSWERS, lines + [[command, *given.split()] for command, given in WRONG.items()])
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "head, causal, said",
+    [("MaskedLM", False, "a masked"), ("SequenceClassification", True, "a classifier"), ("", False, "no causal model")],
+)
+def test_models_that_continue_no_text(head, causal, said, tmp_path):
+    config = {"model_type": "tnn", "causal": causal, "architectures": [f"TnnFor{head}"] if head else None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{tmp_path} is {said}.*: only a causal model, TnnForCausalLM"):
+        check_model_path(tmp_path, causal=True)
+    check_model_path(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "bert", "architectures": 3}))
+    check_model_path(tmp_path, causal=True)
+
+
+def test_a_name_of_the_hub_without_a_network(monkeypatch, capsys):
+    """It is said what is tried, before anything slow, and the Hub is asked once: its client would for a minute."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: pytest.fail("it tries again"))
+    try_hub.cache_clear()
+    check_model_path("me/news")
+    with importing():
+        assert capsys.readouterr().err == "me/news is not a folder here: trying the Hub\n"
+    with pytest.raises(UserError, match="me/news cannot be loaded"):
+        load(AutoConfig, "me/news")
+    assert "the Hub cannot be reached" in capsys.readouterr().err
+    try_hub.cache_clear()
+
+
 @pytest.mark.slow
 def test_without_extras(tmp_path):
-    """generate and chat need none; the others name theirs; the demo needs none of the server."""
+    """generate, chat, card and push need none; the others name theirs; the demo needs none of the server."""
     needed = {"plan": "training", "synthetic": "training", "api": "api", "demo": "demo", "serve": "scripts,space"}
     options = {"synthetic": ["--recipe", "synthetic/small-copying"]}
     options |= dict.fromkeys(("api", "serve"), ["--model_name_or_path", "a/b"])
     model = ["--model_name_or_path", str(save_model(tmp_path, tno_type="rpe"))]
     lines = [["chat", *model], ["generate", *model, "--prompt", "The", "--max_new_tokens", "1"]]
+    lines.append(["card", model[1], "--repo_id", "a/b", "--output_dir", str(tmp_path / "card")])
+    lines.append(["push", model[1], "--repo_id", "a/b", "--dry_run"])
     done = python(WITHOUT_EXTRAS, lines + [[command, *options.get(command, [])] for command in needed])
     assert done.returncode == 0 and "1 tokens in" in done.stdout, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
