@@ -5,10 +5,12 @@ in a pass. So the largest that fits a GPU is taken. On other devices the number 
 
 Of operations, what the model asks for is counted, whatever computes it. A token takes, forward and backward,
 
-    6 for each weight of a matrix that tokens pass, the logits' included but not tables of embeddings,
-    12 d L for each layer of attention of width d over L tokens, or those of its window (as in the PaLM paper; causal
-        attention is not halved),
-    20 D log2(2 L) for each Toeplitz operator of D channels: four transforms of 2 L numbers, each 5/2 N log2 N.
+    6 for each weight of a matrix that tokens pass and each tap of a short convolution, the logits' included but not
+        tables of embeddings; of a head on the pooled states, 6 / L,
+    12 d L for each layer of attention whose heads have d numbers over L tokens, or those of its window (as in the PaLM
+        paper; causal attention is not halved),
+    20 D log2(2 L) for each Toeplitz operator of D channels: four transforms of 2 L numbers, each 5/2 N log2 N. Along
+        each axis of an image L is its side.
 
 The encoders of the kernels, elementwise work, the optimizer and what checkpointing computes again do not count.
 """
@@ -30,7 +32,10 @@ from transformers import Trainer
 
 from tnn_cli.training_arguments import DEFAULT_BLOCKS, PretrainArguments
 
+from ..mixers import ShortConvolution
+from ..modeling_tnn import TnnForTokenClassification
 from ..tno import ToeplitzOperator
+from ..tno_auto import TwoAxisOperator
 from .passes import try_passes
 
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60}
@@ -216,16 +221,23 @@ def resident_peak() -> int:
 
 def flops_of_token(model: torch.nn.Module, length: int) -> float:
     """The operations that a token of blocks of `length` takes in a training step."""
-    modules = list(model.modules())
+    modules, config = list(model.modules()), model.config
     operators = [module for module in modules if isinstance(module, ToeplitzOperator)]
-    apart = [*operators, *(module for module in modules if isinstance(module, torch.nn.Embedding))]
+    long = [operator for operator in operators if not isinstance(operator, (ShortConvolution, TwoAxisOperator))]
+    apart = [*long, *(module for module in modules if isinstance(module, torch.nn.Embedding))]
     left_out = {id(parameter) for module in apart for parameter in module.parameters()}
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in left_out)
     head = getattr(model.get_output_embeddings(), "weight", None)  # a classifier has none
     matrices += head.numel() if id(head) in left_out else 0  # tied to the embeddings
+    if not isinstance(model, TnnForTokenClassification):
+        pooled = [getattr(model, name, torch.nn.Identity()) for name in ("classifier", "prediction_head")]
+        matrices -= (1 - 1 / length) * sum(p.numel() for one in pooled for p in one.parameters() if p.ndim > 1)
     seen = [getattr(module, "sliding_window", None) or length for module in modules if is_attention(module)]
-    transforms = 20 * sum(operator.channels for operator in operators) * math.log2(2 * length)
-    return 6 * matrices + 12 * model.config.hidden_size * sum(min(length, n) for n in seen) + transforms
+    size = getattr(config, "head_dim", None)
+    width = size * config.num_attention_heads if size and seen else config.hidden_size
+    side = math.isqrt(length) if getattr(config, "spatial_dims", 1) == 2 else length
+    transforms = 20 * sum(operator.channels for operator in long) * math.log2(2 * side)
+    return 6 * matrices + 12 * width * sum(min(length, n) for n in seen) + transforms
 
 
 def is_attention(module: torch.nn.Module) -> bool:

@@ -173,6 +173,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
         config = change_config(options)
         if config.model_type != "tnn":
             raise ValueError(f"--config_name must be a TNN, got {config.model_type}")
+        if "TnnForImageClassification" in (config.architectures or ()):
+            raise ValueError(f"--config_name must be a model of sequences, got {args.config_name}, one of images")
         if config.input_channels is not None and max(args.processes) > 1 and "sp" in args.engines:
             raise ValueError("--engines must be ddp or fsdp2 for a model of real values, got sp")
         for number in args.processes:

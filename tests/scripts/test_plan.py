@@ -96,5 +96,7 @@ def test_program(tmp_path, capsys):
     assert [row["fits"] for row in rows] == ["yes", "yes", "no", "yes"]
     assert rows[1]["tokens_per_second"] == round(2 * 0.1 * 19.5e12 / rows[1]["flops_per_token"])
     shown = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="must be a model of sequences, got tnn-image-tiny"):
+        run_script("plan", "--config_name tnn-image-tiny --objective mlm --lengths 196")
     for text in (f"{rows[0]['parameters']:,} parameters", "10.0% of the peak of A100", f"{rows[2]['peak']:,.2f}"):
         assert text in shown

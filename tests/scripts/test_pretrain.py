@@ -14,9 +14,19 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GPT2Config, set_seed
 
 from helpers.hybrids import HYBRIDS
-from helpers.models import seeded, slow, tiny_config
+from helpers.mixers import MIXED
+from helpers.models import image_config, seeded, slow, tiny_config
 from helpers.scripts import assert_same_weights, read, run_script, tree, weights, words, write_config, write_text
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
+from modeling_tnn import (
+    TnnConfig,
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+    TnnForTimeSeriesPrediction,
+    TnnForTokenClassification,
+    find_unstable,
+)
 from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
 from modeling_tnn.training import passes
 from modeling_tnn.training.costs import flops_of_token, peak_of
@@ -109,19 +119,47 @@ class ProductCounter(TorchDispatchMode):
         return result
 
 
-def test_the_operations_of_a_token():
+def image_rows(rows: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.zeros(rows, 3, 24, 24), "labels": torch.zeros(rows, dtype=torch.long)}
+
+
+def classified(rows: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(rows, 36, dtype=torch.long), "labels": torch.zeros(rows, dtype=torch.long)}
+
+
+def token_rows(rows: int) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(rows, 36, dtype=torch.long) for name in ("input_ids", "labels")}
+
+
+def series(rows: int) -> dict[str, torch.Tensor]:
+    return {"past_values": torch.randn(rows, 36, 3), "future_values": torch.randn(rows, 40, 3)}
+
+
+@pytest.mark.parametrize(
+    ("head", "config", "batch", "lags"),
+    [
+        (TnnForCausalLM, tiny_config(**HYBRIDS["full"]), token_rows, 36),
+        (TnnForMaskedLM, tiny_config("rtf", False), token_rows, 36),
+        *((TnnForCausalLM, tiny_config(**fields), token_rows, 36) for fields in MIXED.values()),
+        (TnnForSequenceClassification, tiny_config(num_labels=50), classified, 36),
+        (TnnForTokenClassification, tiny_config(num_labels=50), token_rows, 36),
+        (TnnForTimeSeriesPrediction, tiny_config(input_channels=3, prediction_length=40), series, 36),
+        (TnnForImageClassification, image_config(num_labels=50), image_rows, 6),
+    ],
+)
+def test_the_operations_of_a_token(head, config, batch, lags):
     """Those that PyTorch counts of matrix products, without what a pass computes once; transforms by themselves."""
-    model = TnnForCausalLM(tiny_config(**HYBRIDS["full"]))
+    model, totals = seeded(head, config), []
     model.train().set_attn_implementation("eager")  # its products are operations of their own
-    totals = []
-    for blocks in (1, 2):
-        ids = torch.zeros(blocks, 48, dtype=torch.long)
+    for rows in (1, 2):
         with ProductCounter() as counter:
-            summed_loss(model, model.config, {"input_ids": ids, "labels": ids}, True).backward()
+            model(**batch(rows)).loss.backward()
         totals.append(counter.total)
-    operators = [module for module in model.modules() if isinstance(module, ToeplitzOperator)]
-    transforms = 20 * math.log2(96) * sum(operator.channels for operator in operators)
-    assert flops_of_token(model, 48) - transforms == pytest.approx((totals[1] - totals[0]) / 48, rel=0.05)
+    operators = config.layer_types.count("toeplitz") * (1 if lags == 36 else 2)  # an image has two in a layer
+    transforms = 20 * math.log2(2 * lags) * operators * config.gtu_dim
+    counted = (totals[1] - totals[0]) / 36 + transforms
+    counted += 6 * sum(part.numel() for name, part in model.named_parameters() if name.endswith("short.taps"))
+    assert flops_of_token(model, 36) == pytest.approx(counted, rel=0.03)
 
 
 def test_the_peak_of_a_device(monkeypatch):
