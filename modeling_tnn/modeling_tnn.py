@@ -70,7 +70,7 @@ from .numerics import by_parts, is_on_host
 from .packing import documents_of
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_PASS, Pass, ToeplitzOperator
-from .tno_rpe import sinusoidal_embedding
+from .tno_rpe import CastingLinear, sinusoidal_embedding
 from .toeplitz_fused import activated_product
 
 # From `initializer` to the standard deviation of embeddings, as a power of d. With -0.5 and tied output weights the
@@ -196,12 +196,16 @@ class TnnPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
+        if isinstance(module, CastingLinear):  # as transformers initialises those of torch
+            init.normal_(module.weight, std=self.config.initializer_range)
+            if module.bias is not None:
+                init.zeros_(module.bias)
         if self.config.initializer == "normal_gtu" and getattr(module, "is_gtu_projection", False):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.normal_(module.bias, std=self.config.initializer_range)
         elif self.config.initializer == "normal" and getattr(module, "maps_zeros", False):
             init.normal_(module.bias, std=self.config.initializer_range)
-        elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d)):
+        elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d, CastingLinear)):
             module.reset_parameters()
         if self.config.initializer in EMBEDDING_POWERS and isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.hidden_size ** EMBEDDING_POWERS[self.config.initializer])

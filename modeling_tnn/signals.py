@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from .inputs import FLOATS, check_attention_mask, require_tensor
 from .numerics import compute_dtype
+from .tno_rpe import CastingLinear
 
 # Added to the variance, so that a constant channel has a scale; that of transformers' `PatchTSTStdScaler`.
 MINIMUM_VARIANCE = 1e-5
@@ -47,7 +48,7 @@ class TnnValueEmbedding(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.channels = config.input_channels
-        self.projection = nn.Linear(2 * config.input_channels, config.hidden_size)
+        self.projection = CastingLinear(2 * config.input_channels, config.hidden_size)
         self.projection.maps_zeros = True  # of missing values, to a row that a norm can divide by its length
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,22 @@ from .toeplitz import fit_lags, fit_taps
 NEGLIGIBLE = 2**-12
 
 
-class CastingLinear(nn.Linear):
-    """A linear map that computes in the dtype of its input, for parameters of any dtype."""
+class CastingLinear(nn.Module):
+    """A linear map that computes in the dtype of its input, for parameters of any dtype.
+
+    It has the parameters of `nn.Linear`, and is none: tools that quantize, adapt or prune these keep out of kernels.
+    """
+
+    reset_parameters = nn.Linear.reset_parameters
+
+    def __init__(self, size_in: int, size_out: int, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in))
+        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -57,7 +71,7 @@ class OutputLinear(CastingLinear):
 class RelativePositionLayer(nn.Module):
     """One layer of the encoder: norm, activation, linear map."""
 
-    def __init__(self, size_in: int, size_out: int, act: str, norm_type: str, linear: type[nn.Linear] = CastingLinear):
+    def __init__(self, size_in: int, size_out: int, act: str, norm_type: str, linear: type = CastingLinear):
         from transformers.activations import ACT2FN  # takes seconds to import, too long for the configuration
 
         super().__init__()
@@ -75,7 +89,7 @@ class RelativePositionEncoder(nn.Module):
     The input projection `in_proj` `(M, 1)` to `(M, w)` is a linear map of the position unless given.
     """
 
-    def __init__(self, config, num_outputs: int, act: str, in_proj: nn.Linear | None = None):
+    def __init__(self, config, num_outputs: int, act: str, in_proj: CastingLinear | None = None):
         super().__init__()
         size, given = config.rpe_dim, (act, config.encoder_norm_type)
         self.residual = config.rpe_residual
@@ -121,7 +135,7 @@ class LagInput(CastingLinear):
 
     def forward(self, lags: torch.Tensor) -> torch.Tensor:
         """`(M, 1)` to `(M, w)`."""
-        return super().forward(RPE_INPUTS[self.kind](lags, self.longest, self.out_features))
+        return super().forward(RPE_INPUTS[self.kind](lags, self.longest, len(self.weight)))
 
 
 def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:

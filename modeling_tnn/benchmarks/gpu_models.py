@@ -92,8 +92,8 @@ def captured(run: Callable[[], None], model: torch.nn.Module, args) -> Callable[
 
 
 def linear_layers(model: PreTrainedModel) -> list[torch.nn.Linear]:
-    """All but those of a position encoder, which is as large for one sequence as for many."""
-    return [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".rpe." not in name]
+    """All of them: the maps of a position encoder, as large for one sequence as for many, are of another class."""
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
 def matmul_step(layers: list[torch.nn.Linear], tokens: int, dtype: torch.dtype) -> Callable[[], None]:

@@ -180,7 +180,7 @@ def own_weights(model) -> dict[str, torch.Tensor]:
         wanted = type(model)(model.config).state_dict()
     given = model.state_dict()
     replaced = sorted(given.keys() ^ wanted.keys())
-    replaced += [name for name, value in given.items() if value.is_meta or type(value) is not torch.Tensor]
+    replaced += [name for name, value in given.items() if type(value) is not torch.Tensor or value.is_meta]
     for name in replaced:
         if ".mixer.tno." not in name:
             raise ValueError(

@@ -178,7 +178,9 @@ def test_offloaded_and_quantized_weights_are_refused(tmp_path):
     quantized = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=TorchAoConfig(torchao.Int8WeightOnlyConfig())
     )
-    with pytest.raises(ValueError, match="offloaded, quantized or sharded"):
-        quantized.to_recurrent(order=8)
+    packed = pytest.importorskip("torch.ao.quantization").quantize_dynamic(seeded(TnnForCausalLM, tiny_config()))
+    for model in (quantized, packed):
+        with pytest.raises(ValueError, match="offloaded, quantized or sharded"):
+            model.to_recurrent(order=8)
     with torch.device("meta"), pytest.raises(ValueError, match="offloaded, quantized or sharded"):
         TnnForCausalLM(tiny_config()).to_recurrent(order=8)

@@ -5,6 +5,7 @@ runtimes have files of their own.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from threading import Thread
@@ -28,7 +29,7 @@ from transformers import (
 from helpers import processes
 from helpers.ecosystem import SENTENCES, Matrix, batch_for, first_output, log_likelihood
 from helpers.mixers import MIXED
-from helpers.models import AUTO, VARIANTS, relative_error, seeded, slow, tiny_config
+from helpers.models import AUTO, VALUES, VARIANTS, relative_error, seeded, slow, tiny_config, values_with_gaps
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForMaskedLM,
@@ -188,7 +189,7 @@ MIXERS = [*MIXED.values(), {"layer_types": ["full_attention", "toeplitz"], "num_
 
 
 def test_layers_of_quantizers_get_contiguous_inputs():
-    """All linear layers but those of kernels are of the class that quantizers replace."""
+    """All linear layers are of the class that quantizers replace."""
     for head, fields in [*((TnnForCausalLM, fields) for fields in MIXERS), *((head, {}) for head in AUTO)]:
         causal = head is not TnnForMaskedLM
         model = seeded(head, tiny_config(causal=causal, classifier_pooling="last" if causal else "mean", **fields))
@@ -197,7 +198,7 @@ def test_layers_of_quantizers_get_contiguous_inputs():
         options = {"logits_to_keep": 2} if head is TnnForCausalLM else {}
         expected = model(inputs_embeds=x, **options)[0]
         for name, part in model.named_modules():
-            if isinstance(part, torch.nn.Linear) and ".tno." not in name:
+            if isinstance(part, torch.nn.Linear):
                 assert type(part) is torch.nn.Linear, name
                 part.__class__ = Ordered
         assert relative_error(model(inputs_embeds=x, **options)[0], expected) < 1e-6, (head, fields)
@@ -218,19 +219,38 @@ def test_a_saved_folder_of_any_quantizer_is_not_measured(tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS[::2] + slow(*zip(VARIANTS[1::2])))
 def test_lora_and_int8_on_every_operator(variant, tmp_path):
-    """The operators themselves are adapted where they have linear maps, and never quantised."""
-    peft = pytest.importorskip("peft")
-    seeded(TnnModel, tiny_config(*variant, hidden_size=64)).save_pretrained(tmp_path)
+    """Tools that look for `nn.Linear` find none in an operator, of any mixer: adapters, and the quantizers' calls."""
+    peft, torchao = pytest.importorskip("peft"), pytest.importorskip("torchao.quantization")
+    of_torch = pytest.importorskip("torch.ao.quantization")
     ids = {"input_ids": torch.arange(22).view(2, 11)}
-    expected = first_output(AutoModel.from_pretrained(tmp_path), ids)
-    quantized = AutoModel.from_pretrained(tmp_path, quantization_config=weight_only(8))
-    assert 0 < relative_error(first_output(quantized, ids), expected) < 0.02
-    assert {type(part.data) for part in quantized.layers[0].mixer.tno.parameters()} == {torch.Tensor}
-    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(AutoModel.from_pretrained(tmp_path), lora).eval()
-    after = first_output(model, ids)
-    assert relative_error(after, expected) > 1e-3
-    assert relative_error(first_output(model.merge_and_unload(), ids), after) < 1e-4
+    for mixer in ({}, *MIXED.values()):
+        seeded(TnnModel, tiny_config(*variant, hidden_size=64, **mixer)).save_pretrained(tmp_path)
+        plain, called = (AutoModel.from_pretrained(tmp_path) for _ in range(2))
+        expected = first_output(plain, ids)
+        kept = {name for name, _ in plain.named_parameters() if re.search(r"\.(tno|short)\.", name)}
+        torchao.quantize_(called, torchao.Int8WeightOnlyConfig())
+        loaded = AutoModel.from_pretrained(tmp_path, quantization_config=weight_only(8))
+        for quantized in (called, loaded, of_torch.quantize_dynamic(plain, {torch.nn.Linear})):
+            assert 0 < relative_error(first_output(quantized, ids), expected) < 0.05
+            assert kept <= {name for name, part in quantized.named_parameters() if type(part.data) is torch.Tensor}
+        lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(AutoModel.from_pretrained(tmp_path), lora).eval()
+        assert not any(".tno." in name for name, _ in model.named_parameters() if "lora_" in name)
+        after = first_output(model, ids)
+        assert relative_error(after, expected) > 1e-3
+        assert relative_error(first_output(model.merge_and_unload(), ids), after) < 1e-4
+
+
+def test_heads_of_real_values_are_quantized_by_each_call():
+    """The map of the values is no linear layer to quantizers, as a table of embeddings is none."""
+    torchao, of_torch = pytest.importorskip("torchao.quantization"), pytest.importorskip("torch.ao.quantization")
+    for head, fields, name in VALUES.values():
+        inputs = {name: values_with_gaps(2, 11, fields["input_channels"])}
+        called, plain = (seeded(head, tiny_config(hidden_size=64, **fields)).eval() for _ in range(2))
+        expected = first_output(plain, inputs)
+        torchao.quantize_(called, torchao.Int8WeightOnlyConfig())
+        for quantized in (called, of_torch.quantize_dynamic(plain, {torch.nn.Linear})):
+            assert 0 < relative_error(first_output(quantized, inputs), expected) < 0.05
 
 
 @heads(*LANGUAGE_MODELS, slow=OTHERS)
