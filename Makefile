@@ -14,10 +14,12 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-browser test-triton test-gpu test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist release-check audit clean
+.PHONY: demo test test-browser test-triton test-gpu test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs pictures notebooks dist release-check audit clean
 
 # Tests of the Hub have a server of their own, on this machine.
 test test-slow test-exhaustive test-hf: export HF_HUB_OFFLINE = 0
+# A file whose tests are all skipped is an error, but for those that tests/conftest.py names.
+test: export EVERY_FILE_RUNS = 1
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -75,12 +77,15 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site, in build/site; pages that follow from the code and pictures are written first.
-docs: $(VENV)/.dev $(VENV)/.docs
+# The site, in build/site, of the pages as they are: mkdocs alone, in seconds.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+
+# Pages and tables that follow from the code and from figures, and all pictures, are written anew.
+pictures: $(VENV)/.dev
 	$(BIN)/python docs/site/generate.py
 	$(BIN)/python docs/research/page_tables.py
 	$(BIN)/python docs/research/draw.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 # The notebooks of docs/notebooks, executed, in build/notebooks.
 notebooks: $(VENV)/.dev $(VENV)/.notebooks
@@ -112,6 +117,12 @@ clean:
 
 $(VENV)/images: pyproject.toml $(CONSTRAINTS)
 	$(PIP) --upgrade --no-deps --target $@ timm torchvision
+	touch $@
+
+# The site needs neither PyTorch nor this package.
+$(VENV)/.docs: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@
 
 # A stamp is older than the files that say what is to be installed: install again.

@@ -30,6 +30,8 @@ def pytest_configure(config):
     What is imported stays, and is no garbage to look for until all tests are known.
     """
     gc.disable()
+    if os.environ.get("EVERY_FILE_RUNS") and not hasattr(config, "workerinput"):
+        config.pluginmanager.import_plugin("helpers.every_file")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         for name in ("helpers.glue", "helpers.programs"):
             config.pluginmanager.import_plugin(name)

@@ -18,7 +18,9 @@ LINK = re.compile(r"(!?)\[([^][]*)\]\((?!https?:|#)([^)#]+)([^)]*)\)")
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """The page with links to what is not part of the site rewritten."""
+    """The page with links to what is not part of the site rewritten; one of no section has no column for sections."""
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]
     folder = (PAGES / page.file.src_path).parent
     return absolute_links(markdown, folder, config.repo_url, PAGES)
 
