@@ -104,13 +104,6 @@ def test_programs():
         assert 'if __name__ == "__main__":\n    main()\n' in (SCRIPTS / f"{name}.py").read_text(), name
 
 
-def test_no_test_module_imports_another():
-    """Code that several tests need is in `tests/helpers/`."""
-    tests = {path.stem for path in (ROOT / "tests").glob("*/test_*.py")} | {"conftest"}
-    for path in (ROOT / "tests").rglob("*.py"):
-        assert not {part for name in modules(path) for part in name.split(".")} & tests, path.name
-
-
 def test_a_file_that_is_skipped_fails_the_run(tmp_path):
     """At its import, or test by test; unless it is known to need more. With processes of xdist, and without."""
     skipped, some = "import pytest\npytest.importorskip('no_such_package')\n", "import pytest\n"
