@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, MaxLengthCriteria
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -393,7 +393,7 @@ class TnnModel(TnnPreTrainedModel):
 
 def recomputes(model: TnnModel) -> bool:
     """Whether the layers of a model compute their activations again in the backward pass. They then get no cache."""
-    return model.training and any(layer.gradient_checkpointing for layer in model.layers)
+    return torch.is_grad_enabled() and model.training and any(layer.gradient_checkpointing for layer in model.layers)
 
 
 class TnnPredictionHeadTransform(nn.Module):
@@ -478,19 +478,26 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
         return extensions.prepare_step(self.model, inputs)
 
     def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
-        """Generate tokens as in transformers, after a check of the ids. A batch without rows is returned unchanged.
-
-        While training with gradient checkpointing, whose layers get no cache, tokens are generated without one.
-        """
+        """Generate tokens as in transformers, after a check of the ids. A batch without rows is returned unchanged."""
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
         if input_ids is not None:
             check_tokens(input_ids, None, self.get_input_embeddings())
             if len(input_ids) == 0:
                 return input_ids
-        kwargs = with_cache_as(CACHE, kwargs)
-        if recomputes(self.model):
-            kwargs["use_cache"] = False
-        return super().generate(inputs, *args, **kwargs)
+        return super().generate(inputs, *args, **with_cache_as(CACHE, kwargs))
+
+    # transformers ends texts at `max_position_embeddings` unless told where, and warns of them. No length is a limit.
+    def _prepare_generated_length(self, generation_config, has_default_max_length, **given):
+        if has_default_max_length and generation_config.max_new_tokens is None:
+            generation_config.max_new_tokens = generation_config.max_length
+        return super()._prepare_generated_length(generation_config, has_default_max_length, **given)
+
+    def _get_stopping_criteria(self, *args, **kwargs):
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        for limit in criteria:
+            if isinstance(limit, MaxLengthCriteria):
+                limit.max_position_embeddings = None
+        return criteria
 
     @takes_cache
     @can_return_tuple
@@ -902,7 +909,7 @@ class TnnForTimeSeriesPrediction(TnnPreTrainedClassifier):
         values, loc, scale = self.scaled(past_values, past_observed_mask, attention_mask)
         if attention_mask is not None:  # the predictions follow the last real values
             values, attention_mask = end_with_real(values, attention_mask)
-        cached = self.config.causal and self.config.pooling == "last" and not recomputes(self.model)
+        cached = self.config.causal and self.config.pooling == "last"
         cache, unread, blocks = DynamicCache(config=self.config) if cached else None, values, []
         while sum(block.shape[1] for block in blocks) < length:
             if blocks:

@@ -56,7 +56,7 @@ def parse_arguments() -> tuple[argparse.Namespace, dict]:
 def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
     """The prompts that were given, `--batch_size` at a time, or the lines of the standard input."""
     for prompt in args.prompt:
-        if not tokenizer(prompt)["input_ids"]:
+        if not tokenizer(prompt, verbose=False)["input_ids"]:
             raise ValueError(f"--prompt must have at least one token, got {prompt!r}")
     for first in range(0, len(args.prompt), args.batch_size):
         yield args.prompt[first : first + args.batch_size]

@@ -94,7 +94,9 @@ def log_likelihoods(
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     for _, group in groupby(order, key=lambda index: len(sequences[index])):
         for places in torch.tensor(list(group)).split(batch_size):
-            ids = tokenizer([sequences[place] for place in places], add_special_tokens=False, return_tensors="pt")
+            ids = tokenizer(
+                [sequences[place] for place in places], add_special_tokens=False, return_tensors="pt", verbose=False
+            )
             ids = ids.input_ids.to(model.device)  # (B, L)
             logits = model(ids).logits[:, :-1].float()  # (B, L-1, V)
             nats = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double()
@@ -115,10 +117,12 @@ def masked_ratio(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, win
             f"{window.alternative!r}"
         )
     hidden = tokenizer.mask_token * len(window.reference)
-    ids = tokenizer(window.before + hidden + window.after, return_tensors="pt").input_ids.to(model.device)  # (1, L)
+    ids = tokenizer(window.before + hidden + window.after, return_tensors="pt", verbose=False).input_ids.to(
+        model.device
+    )  # (1, L)
     scores = model(ids).logits[ids == tokenizer.mask_token_id].double().log_softmax(-1)  # (letters, V)
     reference, alternative = (
-        tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids[0].to(model.device)
+        tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0].to(model.device)
         for part in (window.reference, window.alternative)
     )
     return (scores.gather(1, alternative[:, None]) - scores.gather(1, reference[:, None])).sum().item()

@@ -81,7 +81,9 @@ def with_defaults(model: PreTrainedModel, options: dict) -> tuple[dict, dict]:
 
 def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: bool) -> tuple[list[str], int]:
     """The texts of all sequences of the prompts, and the number of new tokens."""
-    inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False)
+    inputs = tokenizer(
+        prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False, verbose=False
+    )
     streamer = PieceStreamer(tokenizer) if stream else None
     options = options | ({"tokenizer": tokenizer} if options.keys() & READ_TEXT else {})
     output = model.generate(**inputs.to(model.device), streamer=streamer, **options)
@@ -112,7 +114,9 @@ class Conversation:
         """The tokens of the conversation and of the new `line`, `(1, L)`."""
         self.messages.append({"role": "user", "content": line})
         if self.tokenizer.chat_template is None:
-            new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1])["input_ids"]
+            new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1], verbose=False)[
+                "input_ids"
+            ]
             return torch.cat([self.ids, new], dim=1)
         with naming(self.tokenizer.name_or_path, *PARTS["AutoTokenizer"]):  # a template is code of the folder
             ids = self.tokenizer.apply_chat_template(

@@ -7,6 +7,7 @@ from accelerate import cpu_offload
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
+from transformers.generation import stopping_criteria
 
 from helpers.caches import MODELS, CacheTests, generate, model_of, text_of
 from helpers.models import checkpoint_activations, lively_language_model, relative_error
@@ -64,20 +65,22 @@ def test_new_tokens_after_a_cache_with_the_mask_of_the_whole_text():
 
 
 def test_generation_and_caches_with_activation_checkpointing():
-    """Its layers get no cache: `generate` goes without one, and a cache that holds text is refused."""
-    model = language_model("rpe", decay=0.9, hidden_dropout_prob=0.0)
+    """`generate`, which records no gradients, has a cache; with gradients one that holds text is refused."""
+    model, lengths = language_model("rpe", decay=0.9, hidden_dropout_prob=0.0), []
     with torch.no_grad():
         past = model(PROMPT, use_cache=True).past_key_values
     expected = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
     checkpoint_activations(model)
     model.train()
+    model.model.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
     assert torch.equal(model.generate(PROMPT, max_new_tokens=9, do_sample=False), expected)
+    assert lengths == [7] + [1] * 8
     with pytest.raises(ValueError, match="`past_key_values` must be empty with gradient checkpointing, got tokens"):
         model(PROMPT, past_key_values=past)
 
 
 def test_no_cache_is_filled_with_activation_checkpointing():
-    """An empty cache stays empty, and none is returned: neither one without tokens nor one with each token twice."""
+    """With gradients an empty cache stays empty, and none is returned; without, it has each token once."""
     model = language_model("rpe", decay=0.9, hidden_dropout_prob=0.0)
     expected = model(PROMPT, use_cache=False).logits
     checkpoint_activations(model)
@@ -86,10 +89,22 @@ def test_no_cache_is_filled_with_activation_checkpointing():
         for given in (None, DynamicCache(config=model.config)):
             with torch.set_grad_enabled(differentiated):
                 outputs = model(PROMPT, past_key_values=given, use_cache=True)
+            assert relative_error(outputs.logits, expected) < 1e-12
             if differentiated:
                 outputs.logits.sum().backward()
-            assert relative_error(outputs.logits, expected) < 1e-12 and outputs[1:] == ()
-            assert given is None or given.get_seq_length() == 0
+                assert outputs[1:] == () and (given is None or given.get_seq_length() == 0)
+            else:
+                assert outputs[1].get_seq_length() == 7 and given in (None, outputs[1])
+
+
+def test_no_length_is_a_limit(monkeypatch):
+    """Texts longer than `max_position_embeddings` are continued by 20 tokens as others are, without a warning."""
+    model = language_model("rpe", max_position_embeddings=8)
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", pytest.fail)
+    for length in (2, 7, 14):
+        prompt = PROMPT.reshape(1, 14)[:, :length]
+        assert model.generate(prompt, do_sample=False).shape[1] == length + 20
+        assert model.generate(inputs_embeds=model.model.embed_tokens(prompt), do_sample=False).shape[1] == 20
 
 
 @pytest.mark.parametrize("tno_type, implementation", [("rtf", "static"), ("modal", None)])
