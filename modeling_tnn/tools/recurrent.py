@@ -8,58 +8,84 @@ few functions of the lag (the hidden features of the position encoder), so they 
 The poles come from a state-space realisation of the stacked Hankel matrices of all channels (Kung 1978; Juang and
 Pappa 1985): their right factor has the Gram matrix G_{jk} = sum_i sum_d k_{d,i+j} k_{d,i+k}, its leading r
 eigenvectors V span the observable space, and V shifted by one row is V times the transition matrix, whose eigenvalues
-are the poles. Residues follow by linear least squares. All in float64; poles are kept inside the unit circle.
+are the poles. No more eigenvectors are taken than the dtype of the operator resolves: others are noise. All this is
+float64, but the operator stores rounded numbers. So residues r are fitted to the poles as they are stored, with a
+penalty that is the error of rounding the residues (e is the resolution of the dtype), which keeps them small:
+
+    minimise  sum_j (k_j - Re sum_q r_q lambda_q^(j-w))^2 + e^2 sum_q |r_q|^2 sum_j |lambda_q|^(2(j-w))
+
+Poles are kept inside the unit circle, and those of a kernel that fades or ends fade too.
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..extensions import extensions
+from ..extensions import extensions, logger
+from ..numerics import compute_dtype
 from ..tno_rpe import RpeOperator
 
 ORDERS = (8, 16, 32, 64, 128)
 SMALLEST_RADIUS, LARGEST_RADIUS = 1e-8, 1 - 1e-6
 # Largest number of fitted taps and of columns of the Hankel matrices, and smallest number of taps after the window.
 MOST_TAPS, MOST_COLUMNS, LEAST_TAPS = 4096, 600, 4
+# How far poles of a kernel that ends fade over the fitted taps, at least: exp(-4). How often as many further taps of a
+# fit are summed for the bound. The relative error at which a fit is taken for a kernel without a known end.
+LEAST_FADING, FURTHER, EXACT = 4.0, 4, 1e-6
 
 
 @dataclass
 class LayerReport:
-    """The errors of the recurrence that was fitted to the kernel of one layer."""
+    """The errors of the recurrence in place of the kernel of one layer: of its stored numbers, in their dtype."""
 
     layer: int  # its index
-    order: int  # number of real states per channel
+    order: int  # number of real states per channel; a kernel of lower numerical rank has fewer
     window: int  # number of first taps that are kept exactly
     taps: int  # number of taps that the fit has seen
     l2_layer: float  # relative l2 error of the taps of all channels
     l2_median: float  # its median over the channels
     l2_worst: float  # its maximum over the channels
-    tail_bound: float  # bound on the l1 error beyond the fitted taps, relative to the l1 norm, of the worst channel
+    # Bound on the l1 error beyond the fitted taps, relative to the l1 norm, of the worst channel. Infinite if nothing
+    # is known of the kernel there. If it equals the fit on as many further taps, it is taken for the fit.
+    tail_bound: float
     largest_pole: float  # largest magnitude of a pole, below 1
 
 
 class RecurrenceFit(NamedTuple):
-    """A fitted recurrence: complex poles `(Q,)` and residues `(D, Q)`. Its taps are Re(residues @ poles^n)."""
+    """A fitted recurrence, as a `ModalOperator` stores it. Its taps are Re(residues @ poles^n)."""
 
-    poles: torch.Tensor
-    residues: torch.Tensor
+    log_rate: torch.Tensor  # (Q,)
+    angle: torch.Tensor  # (Q,)
+    residues: torch.Tensor  # (D, Q, 2)
 
-    def taps(self, length: int) -> torch.Tensor:
-        """Return the first taps, `(D, length)`."""
-        basis = powers(self.poles, length)  # (Q, length)
-        return self.residues.real @ basis.real - self.residues.imag @ basis.imag
+    @property
+    def poles(self) -> torch.Tensor:
+        """The poles, complex `(Q,)` in float64."""
+        return powers(self, 1, 2)[:, 0]
+
+    def taps(self, length: int, first: int = 0) -> torch.Tensor:
+        """Return the taps from `first` to `length` - 1 in float64, `(D, length - first)`."""
+        basis = powers(self, first, length)
+        real, imag = self.residues.double().unbind(-1)  # (D, Q) each
+        return real @ basis.real - imag @ basis.imag
 
 
-def powers(poles: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the powers poles^0 .. poles^(length-1), `(Q, length)`."""
-    return torch.exp(torch.log(poles)[:, None] * torch.arange(length, device=poles.device))
+def powers(fit: RecurrenceFit, first: int, length: int) -> torch.Tensor:
+    """Return the powers poles^first .. poles^(length-1) in float64, complex `(Q, length - first)`."""
+    exponents = torch.arange(first, length, dtype=torch.float64)
+    radius = torch.exp(-fit.log_rate.double().exp()[:, None] * exponents)
+    return torch.polar(radius, fit.angle.double()[:, None] * exponents)
 
 
-def hankel_eigenvectors(taps: torch.Tensor, order: int) -> torch.Tensor:
-    """Return the leading eigenvectors V `(c, order)` of the Gram matrix G of `taps` `(D, m)`."""
+def hankel_eigenvectors(taps: torch.Tensor, order: int, resolution: float = 0.0) -> torch.Tensor:
+    """Return the leading eigenvectors V `(c, order)` of the Gram matrix G of `taps` `(D, m)`.
+
+    They are fewer if the Hankel matrices have fewer singular values above the `resolution` of the largest one, and
+    than their columns: V without its last row still has their rank.
+    """
     length = taps.shape[1]
     columns = min(length // 2, MOST_COLUMNS)
     products = taps.t() @ taps  # (m, m): sum over channels of k_i k_j
@@ -68,30 +94,38 @@ def hankel_eigenvectors(taps: torch.Tensor, order: int) -> torch.Tensor:
     rows = length - columns + 1
     gram = products[rows - 1 :, rows - 1 :].clone()  # (c, c)
     gram[1:, 1:] -= products[: columns - 1, : columns - 1]
-    return torch.linalg.eigh(gram).eigenvectors.flip(1)[:, :order]
+    values, vectors = torch.linalg.eigh(gram)
+    rank = int((values > resolution**2 * values[-1]).sum())
+    return vectors.flip(1)[:, : max(1, min(order, rank, columns - 1))]
 
 
-def fit_poles(vectors: torch.Tensor) -> torch.Tensor:
+def fit_poles(vectors: torch.Tensor, largest: float = LARGEST_RADIUS) -> torch.Tensor:
     """Return the eigenvalues of the transition matrix of `vectors` `(c, r)`, one of each conjugate pair, `(Q,)`."""
     transition = torch.linalg.lstsq(vectors[:-1], vectors[1:], driver="gelsd").solution  # (r, r)
     poles = torch.linalg.eigvals(transition)
     poles = poles[poles.imag >= 0]
-    return torch.polar(poles.abs().clamp(SMALLEST_RADIUS, LARGEST_RADIUS), poles.angle())
+    return torch.polar(poles.abs().clamp(SMALLEST_RADIUS, largest), poles.angle())
 
 
-def fit_residues(poles: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    """Return the residues `(D, Q)` that fit `taps` `(D, m)` by least squares."""
-    basis = powers(poles, taps.shape[1])  # (Q, m)
-    rows = torch.cat([basis.real, -basis.imag])  # (2Q, m); the imaginary part of a real pole is 0
-    solution = torch.linalg.lstsq(rows.t(), taps.t(), driver="gelsd").solution.t()  # (D, 2Q)
-    return torch.complex(*solution.chunk(2, dim=1))
+def fit_residues(fit: RecurrenceFit, taps: torch.Tensor) -> torch.Tensor:
+    """Return the residues `(D, Q, 2)` of the poles of a fit that minimise the sum above for `taps` `(D, m)`."""
+    basis = powers(fit, 0, taps.shape[1])  # (Q, m)
+    scale = basis.abs().norm(dim=1).repeat(2)[:, None]  # (2Q, 1)
+    rows = torch.cat([basis.real, -basis.imag]) / scale  # (2Q, m); the imaginary part of a real pole is 0
+    penalty = torch.finfo(fit.angle.dtype).eps * torch.eye(len(rows), dtype=rows.dtype)
+    wanted = torch.cat([taps, taps.new_zeros(len(taps), len(rows))], dim=1)  # (D, m + 2Q)
+    solution = torch.linalg.lstsq(torch.cat([rows.t(), penalty]), wanted.t(), driver="gelsd").solution
+    return torch.stack((solution / scale).t().chunk(2, dim=1), dim=-1).to(fit.angle.dtype)
 
 
-def fit_recurrence(taps: torch.Tensor, order: int) -> RecurrenceFit:
-    """Return a recurrence of `order` states that fits `taps` `(D, m)`, float64 on the CPU."""
+def fit_recurrence(
+    taps: torch.Tensor, order: int, dtype: torch.dtype = torch.float64, largest: float = LARGEST_RADIUS
+) -> RecurrenceFit:
+    """Return a recurrence of `order` states in `dtype` that fits `taps` `(D, m)`, float64 on the CPU."""
     normalized = taps / taps.norm(dim=1, keepdim=True).clamp(min=torch.finfo(taps.dtype).tiny)
-    poles = fit_poles(hankel_eigenvectors(normalized, order))
-    return RecurrenceFit(poles, fit_residues(poles, taps))
+    poles = fit_poles(hankel_eigenvectors(normalized, order, torch.finfo(dtype).eps), largest)
+    stored = RecurrenceFit(torch.log(-torch.log(poles.abs())).to(dtype), poles.angle().to(dtype), None)
+    return stored._replace(residues=fit_residues(stored, taps))
 
 
 def kernel_to_fit(operator, window: int) -> torch.Tensor:
@@ -112,43 +146,70 @@ def slowest_decay(operator) -> float | None:
     return operator.slowest_decay() if isinstance(operator, RpeOperator) and operator.window is None else None
 
 
+def largest_radius(operator, fitted: int) -> float:
+    """Return the largest radius of poles: if the kernel fades or ends, they fade over the `fitted` taps, or as it."""
+    if operator.kernel_length(exact=True) is None:
+        return LARGEST_RADIUS
+    return min(LARGEST_RADIUS, max(slowest_decay(operator) or 0.0, math.exp(-LEAST_FADING / fitted)))
+
+
 def report_fit(operator, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int) -> LayerReport:
-    """Return the errors of a fit on the taps `(D, m)`, and a bound on the error beyond them."""
-    error = fit.taps(taps.shape[1] - window) - taps[:, window:]  # (D, m - w)
-    l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=1e-300)
-    radius = fit.poles.abs()
-    faded = radius ** (taps.shape[1] - window) / (1 - radius)  # (Q,)
-    beyond = (fit.residues.abs() * faded).sum(dim=1) + own_tail(operator, taps)  # (D,)
-    tail = beyond / taps.abs().sum(dim=1).clamp(min=1e-300)
-    errors = error.norm() / taps.norm(), l2.median(), l2.max(), tail.max(), radius.max()
+    """Return the errors of a fit on `taps` `(D, m)`, those of the operator, and a bound on the error beyond them."""
+    fitted = taps.shape[1] - window
+    error = fit.taps(fitted).to(fit.angle.dtype) - taps[:, window:]  # (D, m - w)
+    least = torch.finfo(taps.dtype).tiny
+    l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=least)
+    own, after = own_tail(operator, taps), fit_tail(fit, fitted)
+    if own is None:
+        own = after + further_error(operator, taps, fit, window)
+    tail = (after + own) / taps.abs().sum(dim=1).clamp(min=least)
+    errors = error.norm() / taps.norm().clamp(min=least), l2.median(), l2.max(), tail.max(), fit.poles.abs().max()
     return LayerReport(operator.layer_idx, order, window, taps.shape[1], *(one.item() for one in errors))
 
 
-def own_tail(operator, taps: torch.Tensor) -> float:
-    """Return a bound on the sum of |taps| beyond the fitted ones; infinite if the kernel neither decays nor ends."""
+def fit_tail(fit: RecurrenceFit, fitted: int) -> torch.Tensor:
+    """Return bounds on the sums of |taps| of a fit beyond the `fitted` ones, `(D,)`."""
+    end = (1 + FURTHER) * fitted
+    sums = (fit.taps(first + fitted, first).abs().sum(dim=1) for first in range(fitted, end, fitted))
+    faded = powers(fit, end, end + 1)[:, 0].abs() / -torch.expm1(-fit.log_rate.double().exp())  # (Q,)
+    return sum(sums) + fit.residues.double().norm(dim=-1) @ faded
+
+
+def further_error(operator, taps: torch.Tensor, fit: RecurrenceFit, window: int) -> torch.Tensor:
+    """Return the l1 errors on as many taps again, `(D,)`, infinite unless these and the first ones equal the fit."""
+    count = taps.shape[1]
+    error = fit.taps(2 * count - window) - operator.coefficients(2 * count)[:, window:].double().cpu()  # (D, 2m - w)
+    known = error.norm() <= EXACT * taps.norm()
+    return error[:, count - window :].abs().sum(dim=1) if known else error.new_full((), math.inf)
+
+
+def own_tail(operator, taps: torch.Tensor) -> float | None:
+    """Return a bound on the sum of |taps| beyond the fitted ones, None if the kernel neither decays nor ends."""
     end = operator.kernel_length(exact=True)
-    if end is None:
-        return float("inf")
     slowest = slowest_decay(operator)
-    if slowest is None:
-        return 0.0 if end <= taps.shape[1] else float("inf")
+    if end is None or slowest is None:
+        return None if end is None else 0.0 if end <= taps.shape[1] else math.inf
     powers_of_decay = slowest ** torch.arange(taps.shape[1] + 1, dtype=taps.dtype)
-    undecayed = (taps / powers_of_decay[:-1]).abs().max()
+    undecayed = (taps / powers_of_decay[:-1].clamp(min=torch.finfo(taps.dtype).tiny)).abs().max()
     return (undecayed * powers_of_decay[-1] / (1 - slowest)).item()
 
 
-def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tuple:
-    """Return the taps, the `RecurrenceFit` and the `LayerReport` of one layer.
+@torch.no_grad()
+def fit_layer(operator, order: int, window: int, tolerance: float | None, dtype: torch.dtype = torch.float64) -> tuple:
+    """Return the taps of the kernel, the `RecurrenceFit` in `dtype` and the `LayerReport` of one layer.
 
     Without a `tolerance` the fit has `order` states; with one, it has the smallest of `ORDERS` whose `l2_layer` is
-    within the tolerance.
+    within the tolerance. Poles and residues follow from the kernel in float64, errors are those of the taps that the
+    operator has in its own dtype.
 
     Raises:
         ValueError: no order meets the tolerance.
     """
-    taps = kernel_to_fit(operator, window)
+    wide = kernel_to_fit(operator, window)
+    taps = operator.coefficients(wide.shape[1]).double().cpu()
+    largest = largest_radius(operator, wide.shape[1] - window)
     for candidate in (order,) if tolerance is None else ORDERS:
-        fit = fit_recurrence(taps[:, window:], candidate)
+        fit = fit_recurrence(wide[:, window:], candidate, dtype, largest)
         report = report_fit(operator, taps, fit, candidate, window)
         if tolerance is None or report.l2_layer <= tolerance:
             return taps, fit, report
@@ -161,13 +222,13 @@ def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tup
 @torch.no_grad()
 def fill_operator(target, taps: torch.Tensor, fit: RecurrenceFit):
     """Write a fit into a `ModalOperator`. Modes that the layer does not need get residues of 0."""
-    count = len(fit.poles)
+    count = len(fit.angle)
     for parameter in (target.residues, target.log_rate, target.angle):
         parameter.zero_()
     target.head.copy_(taps[:, : target.window])
-    target.residues[:, :count].copy_(torch.view_as_real(fit.residues))
-    target.log_rate[:count].copy_(torch.log(-torch.log(fit.poles.abs())))
-    target.angle[:count].copy_(fit.poles.angle())
+    target.residues[:, :count].copy_(fit.residues)
+    target.log_rate[:count].copy_(fit.log_rate)
+    target.angle[:count].copy_(fit.angle)
 
 
 def own_weights(model) -> dict[str, torch.Tensor]:
@@ -198,15 +259,18 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
         raise ValueError("`causal` must be True for to_recurrent (only a causal model decodes), got False")
     operators = [layer.mixer.tno for layer in model.base_model.layers if layer.mixer is not None]
     if all(operator.is_recurrence for operator in operators):
+        reason = f"tno_type={config.tno_type!r} is a recurrence already" if operators else "no layer has a kernel"
+        logger.warning(f"to_recurrent returns the model as it is, with an empty report: {reason}.")
         return model, []
     for name, value in {"order": order, "window": window}.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")
     weights = own_weights(model)
-    fits = [fit_layer(operator, order, window, tolerance) for operator in operators]
+    dtype = compute_dtype(model.dtype)
+    fits = [fit_layer(operator, order, window, tolerance, dtype) for operator in operators]
     modal = copy.deepcopy(config)
     modal.update({"tno_type": "modal", "converted_from": config.tno_type, "modal_window": window})
-    modal.num_modes = max(len(fit.poles) for _, fit, _ in fits)
+    modal.num_modes = max(len(fit.angle) for _, fit, _ in fits)
     converted = type(model)(modal).to(device=model.device, dtype=model.dtype)
     converted.load_state_dict(converted.state_dict() | weights)
     mixers = [layer.mixer for layer in converted.base_model.layers if layer.mixer is not None]

@@ -1,15 +1,17 @@
 """Conversion to a recurrence: what it reports is what it does, and the result is a model like any other."""
 
 import copy
+import itertools
+import math
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.models import lively_language_model, relative_error, seeded, tiny_config
+from helpers.models import lively_language_model, relative_error, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 from modeling_tnn.cache_tnn import TnnCacheLayer
-from modeling_tnn.tools.recurrent import ORDERS, fit_recurrence, hankel_eigenvectors
+from modeling_tnn.tools.recurrent import ORDERS, fit_layer, fit_recurrence, hankel_eigenvectors
 
 KERNELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.99},
@@ -39,6 +41,32 @@ def test_tail_bound_holds(name):
         exact, fitted = original.coefficients(4000), operator.coefficients(4000)
         beyond = (fitted - exact)[:, report.taps :].abs().sum(1) / exact[:, : report.taps].abs().sum(1)
         assert beyond.max() <= report.tail_bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.6, 0.75, 0.88, *slow(0.5, 0.95)])
+@torch.no_grad()
+def test_what_is_stored_has_the_error_that_is_reported(decay):
+    """Kernels of low numerical rank: numbers of higher orders would cancel each other, and rounded ones do not."""
+    for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({"order": 64}, {"tolerance": 1e-6})):
+        model = seeded(TnnForCausalLM, tiny_config(decay=decay)).to(dtype)
+        converted, reports = model.to_recurrent(window=16, **options)
+        for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
+            exact = original.coefficients(report.taps).double()
+            error = (operator.coefficients(report.taps) - exact).norm() / exact.norm()
+            assert error <= report.l2_layer * 1.001 + 1e-9 and report.l2_layer < 1e-6
+            assert report.tail_bound < 1e-5 and operator.residues.abs().max() < 100 * exact.abs().max()
+            assert torch.equal(operator.head, exact[:, :16].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bound_of_a_kernel_without_a_known_end(dtype):
+    """A fit that equals it on further taps is taken for it; with too few states it does not, and has no bound."""
+    operator = lively_language_model(tno_type="modal").to(dtype).model.layers[1].mixer.tno
+    torch.nn.init.uniform_(operator.log_rate, -3, 0)
+    for order, bounded in ((16, True), (4, False)):
+        _, _, report = fit_layer(operator, order, 3, None, dtype)
+        assert (report.tail_bound < 1e-6) == (report.l2_layer < 1e-6) == bounded
+        assert bounded or report.tail_bound == math.inf
 
 
 @pytest.mark.parametrize("name", ["rpe", "fd-cos"])
@@ -124,10 +152,11 @@ def test_a_model_of_bfloat16_has_the_kernels_of_the_report():
         assert (operator.coefficients(report.taps) - exact).norm() / exact.norm() < 1e-5
 
 
-def test_rtf_and_converted_models_are_recurrences_already():
-    for tno_type in ("rtf", "modal"):
+def test_rtf_and_converted_models_are_recurrences_already(caplog):
+    for tno_type in ("rtf", "modal", "s4d"):
         model = lively_language_model(tno_type=tno_type)
         assert model.to_recurrent() == (model, [])
+        assert f"empty report: tno_type='{tno_type}' is a recurrence already" in caplog.text
 
 
 def test_tolerance_takes_the_smallest_order():
