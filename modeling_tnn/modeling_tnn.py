@@ -865,12 +865,15 @@ class TnnForTimeSeriesPrediction(TnnPreTrainedClassifier):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TimeSeriesPredictionOutput:
-        """Return the predictions of the values after `past_values`, and with `future_values` the mean squared error.
+        """Return the predictions of the values after `past_values`, and with `future_values` the loss.
+
+        It is the mean squared error of the scaled values, to which each series and channel adds alike, in any units.
 
         Args:
             past_values: `(B, L, input_channels)`, in any units. NaN is missing.
             past_observed_mask: `(B, L, input_channels)`, 0 at missing values. Without it all but NaN are observed.
-            future_values: `(B, prediction_length, input_channels)` that follow. The loss leaves out NaN.
+            future_values: `(B, prediction_length, input_channels)` that follow. The loss leaves out NaN, and is 0
+                for channels whose past values are constant, which have no scale.
             attention_mask: `(B, L)`, 0 at padding of series that are shorter than others.
 
         Raises:
@@ -879,7 +882,9 @@ class TnnForTimeSeriesPrediction(TnnPreTrainedClassifier):
         values, loc, scale = self.scaled(past_values, past_observed_mask, attention_mask)
         scaled, outputs = self.predict(values, attention_mask, use_cache=False, **kwargs)
         predictions = (scaled * scale + loc).to(past_values.dtype)
-        loss = None if future_values is None else squared_error(predictions, future_values, "future_values")
+        loss = None
+        if future_values is not None:
+            loss = squared_error(scaled, future_values, "future_values", loc, scale)
         fields = {"loss": loss, "prediction_outputs": predictions, "loc": loc, "scale": scale}
         return head_output(TimeSeriesPredictionOutput, outputs, **fields)
 

@@ -230,9 +230,60 @@ def test_scaling():
         for channel in range(CHANNELS):
             found = values[row, :, channel][seen[row, :, channel]]
             mean = found.mean() if len(found) else torch.zeros(())
-            deviation = (found.var(unbiased=False) if len(found) else 0) + torch.tensor(1e-5).double()
             torch.testing.assert_close(loc[row, 0, channel], mean.double())
-            torch.testing.assert_close(scale[row, 0, channel], deviation.sqrt(), rtol=1e-6, atol=0)
+            if len(found) and found.std() > 0:
+                torch.testing.assert_close(scale[row, 0, channel], found.var(unbiased=False).sqrt(), rtol=1e-9, atol=0)
+            else:
+                assert 0 < scale[row, 0, channel] <= 1e-12 * max(mean, 1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 2e-4), (torch.float16, 2e-3)])
+def test_forecasts_in_any_units(dtype, tolerance):
+    """Forecasts of values c times as large are c times as large, and the loss is the same, each channel in its units.
+
+    Channels of one number, of zeros and without values are among them, and padding. The loss is that of scaled values.
+    """
+    model = seeded(TnnForTimeSeriesPrediction, tiny_config(input_channels=6, prediction_length=4)).to(dtype)
+    values = torch.randn(3, 21, 6, generator=torch.Generator().manual_seed(0)).double()
+    values[..., 1] += 100
+    values[:, :17, 3], values[:, :17, 4], values[0, :17, 5], values[:, ::5, :3] = 7.3, 0, torch.nan, torch.nan
+    mask = torch.ones(3, 17).long()
+    mask[1, :4] = 0
+
+    def forecast(units):
+        past, future = (values * units).to(torch.promote_types(dtype, torch.float32)).split([17, 4], dim=1)
+        return model(past, future_values=future, attention_mask=mask)
+
+    usual = forecast(1)
+    targets, predictions = (
+        (one - usual.loc) / usual.scale for one in (values[:, 17:], usual.prediction_outputs.double())
+    )
+    errors = (predictions - targets).square()
+    errors[..., 3:5], errors[0, :, 5] = 0, 0  # they have no scale
+    errors[values[:, 17:].isnan()] = torch.nan
+    assert relative_error(usual.loss, errors.nanmean()) < 10 * tolerance
+    assert usual.prediction_outputs[..., 4].abs().max() < 1e-30
+    assert relative_error(usual.prediction_outputs[..., 3], torch.full((3, 4), 7.3)) < 1e-3
+    for power in (-30, -12, -6, -3, 3, 12, 30):
+        for units in (torch.full((6,), 10.0).double() ** power, torch.tensor([1, 10, 1, 0.1, 1, 1]).double() ** power):
+            found = forecast(units)
+            expected, moved = (one.double() for one in (usual.prediction_outputs, found.prediction_outputs))
+            for channel in (0, 1, 2, 3, 5):
+                assert relative_error((moved / units)[..., channel], expected[..., channel]) < tolerance
+            assert relative_error(found.loss, usual.loss) < 10 * tolerance
+
+
+def test_half_precision_reads_large_values():
+    """Values beyond the largest number of float16, 65,504, are read, also by autocast; larger ones are finite."""
+    model = seeded(TnnForTokenClassification, tiny_config("s4d", input_channels=CHANNELS))
+    values = torch.randn(2, 17, CHANNELS, generator=torch.Generator().manual_seed(0)) * 1e5
+    values[0, 3] = torch.nan
+    expected = model(input_values=values).logits
+    with torch.autocast("cpu", torch.float16):
+        mixed = model(input_values=values).logits
+    for found in (mixed, model.half()(input_values=values).logits):
+        assert relative_error(found, expected) < 0.01
+    assert model(input_values=values * 1e6).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
