@@ -78,10 +78,19 @@ def run(args: argparse.Namespace):
     if is_repository(checkpoint):
         with naming(checkpoint, "checkpoint", ()):
             checkpoint = conversion.fetch(checkpoint.as_posix())
-    tensors, options = conversion.read_checkpoint(checkpoint)
-    if args.hparams is not None:
-        options |= read_options(args.hparams)
-    model, report = conversion.convert(tensors, options, args.architecture, args.head, args.published_ski)
+    try:
+        tensors, options = conversion.read_checkpoint(checkpoint)
+        if args.hparams is not None:
+            options |= read_options(args.hparams)
+        model, report = conversion.convert(tensors, options, args.architecture, args.head, args.published_ski)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # names, options and shapes of any kind may be in a file
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"{checkpoint} and its options must be those of the released {args.architecture}, got what cannot be read "
+            f"as such ({reason})"
+        ) from error
     with new_files(args.output_dir) as folder:
         model.save_pretrained(folder)
         if (tokenizer := conversion.ARCHITECTURES[args.architecture].tokenizer) is not None:

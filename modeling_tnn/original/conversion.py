@@ -252,6 +252,9 @@ def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
     """
     with torch.device("meta"):
         model = HEADS[head](config)
+    if wrong := [name for name, value in tensors.items() if not value.is_floating_point()]:
+        dtype = tensors[wrong[0]].dtype
+        raise ValueError(f"The tensors must have floating-point numbers, got {dtype} for {official_names[wrong[0]]}")
     weights = {name_in_model(name, head): value for name, value in tensors.items()}
     official = {name_in_model(name, head): official for name, official in official_names.items()}
     if config.tie_word_embeddings and "lm_head.weight" in model.state_dict():

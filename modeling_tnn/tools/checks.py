@@ -47,9 +47,12 @@ def read_index(index: str) -> dict[str, str]:
     return places
 
 
-def stored_shapes(find: Callable[[str], str | None]) -> tuple[dict[str, torch.Size], int]:
-    """Return the shape of every tensor in the safetensors files that `find` finds, and the bytes of the files."""
-    files, places, shapes = [find(SAFE_WEIGHTS_NAME)], {}, {}
+def stored_shapes(find: Callable[[str], str | None]) -> tuple[dict[str, torch.Size], int, dict[str, str]]:
+    """Return the shape of every tensor in the safetensors files that `find` finds, and the bytes of the files.
+
+    The last value has the names and the types of those that are not of floating point.
+    """
+    files, places, shapes, others = [find(SAFE_WEIGHTS_NAME)], {}, {}, {}
     if files == [None] and (index := find(SAFE_WEIGHTS_INDEX_NAME)) is not None:
         places = read_index(index)
         files = [find(name) for name in sorted(set(places.values()))]
@@ -57,12 +60,15 @@ def stored_shapes(find: Callable[[str], str | None]) -> tuple[dict[str, torch.Si
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                shapes |= {name: torch.Size(one.get_shape()) for name, one in slices.items()}
+                kinds = {name: one.get_dtype() for name, one in slices.items()}
+                others |= {name: kind for name, kind in kinds.items() if not kind.startswith(("F", "BF"))}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
     for tensor in sorted(places.keys() - shapes.keys()):
         raise ValueError(f"The checkpoint is incomplete: {places[tensor]} is missing, or does not have {tensor}.")
-    return shapes, sum(Path(file).stat().st_size for file in files)
+    return shapes, sum(Path(file).stat().st_size for file in files), others
 
 
 def check_weights(declared: dict[str, torch.Size], stored: dict[str, torch.Size], numbers: int, optional: tuple):
@@ -101,7 +107,7 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     if source is None or any(options.get(name) not in (None, False) for name in UNCHECKED_KWARGS):
         return
     find = partial(cached_file, source, _raise_exceptions_for_missing_entries=False, **where)
-    shapes, size = stored_shapes(find)
+    shapes, size, others = stored_shapes(find)
     if not size:
         return
     config, config_class = options.get("config"), model_class.config_class
@@ -124,10 +130,15 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
         raise CheckpointMismatchError(f"{TOO_MUCH}: {config.num_hidden_layers} layers instead of {len(layers)}.")
     with torch.device("meta"):
         model = model_class(config)
-    declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
+    values = {name.removeprefix(prefix): value for name, value in model.state_dict().items()}
+    declared = {name: value.shape for name, value in values.items()}
     numbers = sum(shape.numel() for shape in stored.values())
     if getattr(config, "quantization_config", None) is not None:
         stored, numbers = {}, 8 * size  # each method has names and shapes of its own, and a bit or more for a number
+        others = {}
+    for name, kind in ((present_name(name).removeprefix(prefix), kind) for name, kind in others.items()):
+        if name in values and values[name].is_floating_point():
+            raise CheckpointMismatchError(f"{name} must have floating-point numbers, got {kind} in the checkpoint.")
     optional = tuple((config.tie_word_embeddings and model._tied_weights_keys) or ())
     if set(config.architectures or []) - {model_class.__name__}:
         optional += HEADS

@@ -126,6 +126,10 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
             if not type(error).__module__.startswith("datasets."):
                 raise
             leave(reason, 2)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of libraries in Rust, which is no Exception
+                raise
+            leave(f"A library failed with a file that it has read, such as tokenizer.json: {error}", 2)
 
     return reporting
 

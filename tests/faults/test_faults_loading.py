@@ -137,6 +137,19 @@ def test_weights_of_another_model(folder):
     TnnForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.complex64])
+def test_weights_that_are_whole_numbers(dtype, folder):
+    """transformers would read them as floating-point ones, and serve what they give."""
+    weights = load_file(folder / WEIGHTS)
+    save_file(
+        weights | {"model.norm.weight": weights["model.norm.weight"].to(dtype)}, folder / WEIGHTS, {"format": "pt"}
+    )
+    refuses(folder, "norm.weight must have floating-point numbers, got [BIC]")
+    for good in (torch.float16, torch.bfloat16, torch.float64):
+        save_file({name: weight.to(good) for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_another_head_or_depth_is_no_damage(folder, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(folder)
     TnnModel.from_pretrained(folder).save_pretrained(tmp_path / "body")

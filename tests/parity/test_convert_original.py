@@ -143,6 +143,30 @@ def test_other_files_are_refused(tmp_path):
     assert read_checkpoint(tmp_path / "list.pt") == ({}, {})
 
 
+EMBEDDING, WEIGHT = "decoder.embed_tokens.weight", torch.ones(8, 4)
+STRANGE = [{EMBEDDING: torch.tensor(1.0)}, {EMBEDDING: WEIGHT[0]}, {1: WEIGHT}, {None: WEIGHT, EMBEDDING: WEIGHT}]
+OPTIONS = ("[]", "3", '{"tokens_per_sample": "x"}', '{"norm_type": {}}', '{"a":' * 10**5, '{"num_heads": "x"}', "\xff")
+
+
+def test_contents_of_any_kind_end_in_one_line(tmp_path):
+    """Names, shapes, options, and the configuration of a folder."""
+    given = {"decoder.layers.0.self_attn.gtu.u_proj.weight": WEIGHT, EMBEDDING: WEIGHT}
+    file, options, folder = tmp_path / "a.pt", tmp_path / "options.json", tmp_path / "folder"
+    folder.mkdir()
+    save_file({"backbone.embeddings.word_embeddings.weight": WEIGHT}, folder / "model.safetensors")
+    lines = [(tensors, "{}", "tnn_v2_decay_99_pre") for tensors in STRANGE]
+    lines += [(given, text, name) for text in OPTIONS for name in ("tnn_v2_decay_99_pre", "tnn_pytorch")]
+    for tensors, text, name in lines:
+        torch.save({"model": tensors}, file)
+        options.write_bytes(text.encode("latin-1"))
+        with pytest.raises(SystemExit, match="^error: .*(a.pt and its options must be|hparams|must|does not fit)"):
+            run_script("convert_original", file, tmp_path / "out", "--architecture", name, "--hparams", options)
+    for text in ("null", "[]", "3", '{"layer": 3}', '{"layer": null}', '{"layer":' * 10**5):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(SystemExit, match="^error: .*folder"):
+            run_script("convert_original", folder, tmp_path / "out", "--architecture", "hyenadna")
+
+
 def first(name: str) -> tuple[dict, dict, str]:
     """Tensors, options and architecture of the first run of a case."""
     case = Case(name, CASES[name]["runs"][0]["tag"])
@@ -176,6 +200,10 @@ def test_what_does_not_fit_is_refused():
         given = {name: value for name, value in tensors.items() if value is not None}
         with pytest.raises(ValueError, match=message):
             convert(given, options, architecture)
+    tensors, options, architecture = first("lm/decay_prenorm")
+    tensors["decoder.layer_norm.weight"] = tensors["decoder.layer_norm.weight"].long()
+    with pytest.raises(ValueError, match="floating-point numbers, got torch.int64 for decoder.layer_norm.weight"):
+        convert(tensors, options, architecture)
     with pytest.raises(ValueError, match="must hold layers of a TNN"):
         convert({"embed_tokens.weight": torch.zeros(5, 4)}, {}, "tnn_v2_decay_99_pre")
 

@@ -425,6 +425,10 @@ def test_several_seeds_are_the_models_of_each(tmp_path):
 def test_mistakes_of_a_program_are_seen():
     with pytest.raises(KeyError):
         report_errors(Mock(side_effect=KeyError("a mistake"), __name__="main"))()
+    panic = type("PanicException", (BaseException,), {})("called `unwrap()` on a `None` value")
+    with pytest.raises(SystemExit, match="^error: A library failed with a file .* tokenizer.json: called") as left:
+        report_errors(Mock(side_effect=panic, __name__="main"))()
+    assert left.value.code == 2
 
 
 def test_ctrl_c_in_a_destructor(monkeypatch):

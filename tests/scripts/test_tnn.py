@@ -114,7 +114,7 @@ def test_answers_come_before_anything_slow_is_imported(tmp_path):
 
 @pytest.mark.parametrize(
     "head, causal, said",
-    [("MaskedLM", False, "a masked"), ("SequenceClassification", True, "a classifier"), ("", False, "no causal model")],
+    [("MaskedLM", False, "a masked"), ("SequenceClassification", True, "a classifier"), ("", False, "no causal")],
 )
 def test_models_that_continue_no_text(head, causal, said, tmp_path):
     config = {"model_type": "tnn", "causal": causal, "architectures": [f"TnnFor{head}"] if head else None}
