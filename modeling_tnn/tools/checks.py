@@ -136,7 +136,7 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     if getattr(config, "quantization_config", None) is not None:
         stored, numbers = {}, 8 * size  # each method has names and shapes of its own, and a bit or more for a number
         others = {}
-    for name, kind in ((present_name(name).removeprefix(prefix), kind) for name, kind in others.items()):
+    for name, kind in ((name.removeprefix(prefix), kind) for name, kind in others.items()):
         if name in values and values[name].is_floating_point():
             raise CheckpointMismatchError(f"{name} must have floating-point numbers, got {kind} in the checkpoint.")
     optional = tuple((config.tie_word_embeddings and model._tied_weights_keys) or ())
