@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.scripts import run, save_model
 
-openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx2")  # openai brings it
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402

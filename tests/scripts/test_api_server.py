@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.scripts import free_port, run, save_model, start_script
 from modeling_tnn.serving.request import Request
 
-openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx2")  # openai brings it
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
