@@ -7,6 +7,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache_tnn import cache_of
+from .logprobs import Scored, score
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one row for a text, one pass for a token
 
@@ -20,6 +21,10 @@ class Request:
             "error"; None while it has not.
         error: what was raised, if the reason is "error".
         max_length: the most tokens that the prompt and the text may have together.
+        client: who has asked for it; each client has a share of the places.
+        likeliest: how many likeliest tokens are noted with each token; None to note nothing.
+        logprobs: what is noted of the tokens so far.
+        prompt_logprobs: the same of the prompt's tokens but the first; None if it is not asked for.
     """
 
     def __init__(self, settings: dict, seed: int | None, streamer: BaseStreamer | None):
@@ -37,6 +42,8 @@ class Request:
         self.reason: str | None = None
         self.error: Exception | None = None
         self.is_cancelled = self.is_suspect = False  # suspect: a pass with it and others has failed
+        self.client, self.likeliest, self.logprobs = None, None, []
+        self.prompt_logprobs: list[Scored] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -60,12 +67,21 @@ class Request:
 
     def choose(self, logits: torch.Tensor, likeliest: int) -> int:
         """The next token for `logits` `(1, V)` in float32, whose largest is `likeliest`. The logits may be changed."""
-        if not self._processors and not self._do_sample:
-            return likeliest
-        scores = self._processors(self.ids, logits)
-        if self._do_sample:
-            return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
-        return int(scores.argmax(-1))
+        raw = logits if self.likeliest is None else logits.clone()
+        if self._processors or self._do_sample:
+            scores = self._processors(self.ids, logits)
+            draw = self._do_sample
+            chosen = torch.multinomial(scores.softmax(-1), 1, generator=self._generator) if draw else scores.argmax(-1)
+            likeliest = int(chosen)
+        if self.likeliest is not None:
+            self.logprobs += score(raw, [likeliest], self.likeliest)
+        return likeliest
+
+    def note_prompt(self, logits: torch.Tensor, first: int):
+        """Note the tokens after those with `logits` `(L, V)`, of which the first is at `first`, below 0 in padding."""
+        logits, first = logits[max(0, -first) :], max(0, first)
+        tokens = self._ids[0, first + 1 : min(first + 1 + len(logits), self.prompt_length)].tolist()
+        self.prompt_logprobs[first:] = score(logits[: len(tokens)], tokens, self.likeliest)  # it may be read again
 
     def add(self, token: int):
         """Append a token, give it to the streamer, and end the text where a criterion says so."""

@@ -7,12 +7,16 @@ which are applied row by row, with the random numbers of that text.
 
 A row that has ended runs on until another text takes it, or a quarter of all rows has ended: to remove it would copy
 the states of the others.
+
+Clients share the places. Next is a text of the client that has the fewest, and where none is free a text of the one
+with the most goes back to wait, and is read again later.
 """
 
+import copy
 import logging
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 from torch.nn.functional import pad
@@ -28,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 LITTLE_PADDING = 256  # Prompts are read together if padding is at most half of them, or this number of tokens.
 ENDED_SHARE = 1 / 4  # Rows of ended texts are removed when they are this share of all.
+READING_STEPS = 4  # The most steps in which several prompts are read: those of other clients wait for them.
+MOST_LOGITS = 2**25  # In a step where the logits of all tokens of prompts are asked for.
+CLIENTS = 4  # Texts of more clients than these cannot wait if each has as many as one may have.
 
 
 class QueueFullError(RuntimeError):
@@ -43,7 +50,7 @@ class BatchScheduler:
         max_batch_size: the most texts that are read or written at the same time.
         memory_limit: the most bytes of their decoding states; None for no limit. A pass over prompts needs more.
         prefill_tokens: the most tokens of prompts in a step, padding included. With fewer, others wait less for them.
-        max_waiting: the most texts that wait for their turn; None for no limit.
+        max_waiting: the most texts of a client that wait for a place when none is free; None for no limit.
 
     Attributes:
         state_bytes: the bytes of the decoding states that were held after the latest step.
@@ -83,12 +90,18 @@ class BatchScheduler:
         self._reading, self._writing = Batch(), Batch()
         self.state_bytes = 0
 
-    def submit(self, input_ids: torch.Tensor, seed: int | None = None, **options) -> Request:
+    def submit(
+        self, input_ids: torch.Tensor, seed: int | None = None, *, client: Hashable = None,
+        logprobs: int | None = None, prompt_logprobs: bool = False, **options,
+    ) -> Request:  # fmt: skip
         """Queue a text.
 
         Args:
             input_ids: the prompt, `(1, L)` or `(L,)`.
             seed: that of the random numbers of this text. `torch.manual_seed(seed)` before `generate` gives the same.
+            client: who asks; clients have equal shares of the places.
+            logprobs: note the logarithm of the probability of each token, and so many likeliest ones.
+            prompt_logprobs: note it of the tokens of the prompt too.
             options: those of `generate` for greedy search and sampling, such as `max_new_tokens`, `do_sample`,
                 `stopping_criteria` and `streamer`. `stop_strings` are a `StopStringCriteria` among the criteria.
 
@@ -99,6 +112,8 @@ class BatchScheduler:
         """
         prompt = input_ids[None] if isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1 else input_ids
         request = prepare(self.model, prompt, seed, **options)
+        request.client, request.likeliest = client, 0 if logprobs is None and prompt_logprobs else logprobs
+        request.prompt_logprobs = [] if prompt_logprobs else None
         if self._is_above_limit([request]):
             needed = bytes_of_text(self._decoder, request.max_length)
             raise ValueError(
@@ -106,10 +121,17 @@ class BatchScheduler:
                 f"{self.memory_limit:,}"
             )
         with self._lock:
-            if self.max_waiting is not None and len(self._waiting) >= self.max_waiting:
-                raise QueueFullError(f"{self.max_waiting} texts are waiting for their turn. Try again later.")
+            self._check_queue(client)
             self._waiting.append(request)
         return request
+
+    def _check_queue(self, client: Hashable):
+        if self.max_waiting is None:
+            return
+        free = max(0, self.max_batch_size - self.num_running)
+        own = sum(request.client == client for request in self._waiting)
+        if own >= self.max_waiting + free or len(self._waiting) >= CLIENTS * self.max_waiting + free:
+            raise QueueFullError(f"{own} texts are waiting for their turn. Try again later.")
 
     def cancel(self, request: Request):
         """End a text at the next step, with the tokens that it has."""
@@ -198,14 +220,22 @@ class BatchScheduler:
             self._waiting = deque(request for request in self._waiting if not request.is_done)
 
     def _begin_reading(self):
-        """Let as many texts as have room read their prompts, in the order in which they came."""
+        """Let as many texts as have room read their prompts; next is the oldest of the client with the fewest."""
         if self._reading.running():
             return
         chosen: list[Request] = []
         with self._lock:
-            while self._waiting and self._has_room([*chosen, self._waiting[0]]):
-                chosen.append(self._waiting.popleft())
-        self._reading = Batch(chosen)
+            while self._waiting:
+                held = Counter(request.client for request in self._writing.running() + chosen)
+                following = min(self._waiting, key=lambda request: held[request.client])
+                if self._has_room([*chosen, following]):
+                    self._waiting.remove(following)
+                    chosen.append(following)
+                elif chosen or max(held.values(), default=0) <= held[following.client] + 1:
+                    break
+                else:
+                    self._waiting.appendleft(self._writing.send_back(held.most_common(1)[0][0]))
+            self._reading = Batch(chosen)
 
     def _has_room(self, chosen: list[Request]) -> bool:
         """Whether these texts can be read together, and written with those that are."""
@@ -213,7 +243,8 @@ class BatchScheduler:
         padding = max(lengths) * len(lengths) - sum(lengths)
         may_meet = len(chosen) == 1 or not any(request.is_suspect for request in chosen)
         has_room = len(everyone) <= self.max_batch_size and not self._is_above_limit(everyone)
-        return may_meet and has_room and padding <= max(LITTLE_PADDING, sum(lengths))
+        is_short = len(chosen) == 1 or max(lengths) * len(lengths) <= READING_STEPS * self.prefill_tokens
+        return may_meet and has_room and is_short and padding <= max(LITTLE_PADDING, sum(lengths))
 
     def _advance(self, batch: "Batch"):
         """Take one pass over a batch. Texts whose tokens have been read then get the next one."""
@@ -267,10 +298,17 @@ class Batch:
         """
         past = int(self.cache.get_seq_length())
         unread = max(1, self._longest - past)  # of a text that is written: its newest token
+        noted = [
+            row for row, one in enumerate(self.requests) if one.prompt_logprobs is not None and past < self._longest
+        ]
+        most = min(most, MOST_LOGITS // model.config.vocab_size) if noted else most
         count = max(1, min(unread, most // len(self.requests)))
         ids = left_padded([one.ids[0, -unread:] for one in self.requests], unread)[:, :count]
         mask = left_padded([one.mask for one in self.requests], past + unread)[:, : past + count] if masked else None
-        outputs = model(ids, attention_mask=mask, cache=self.cache, use_cache=True, logits_to_keep=1)
+        keep = count if noted else 1
+        outputs = model(ids, attention_mask=mask, cache=self.cache, use_cache=True, logits_to_keep=keep)
+        for row in noted:
+            self.requests[row].note_prompt(outputs.logits[row], past - self._longest + self.requests[row].length)
         return outputs.logits[:, -1].to(torch.float32, copy=True) if count == unread else None
 
     def put(self, new: "Batch"):
@@ -283,6 +321,14 @@ class Batch:
             request.is_suspect = False
         new.clear()
         self._drop_padding()
+
+    def send_back(self, client: Hashable) -> Request:
+        """Take out the shortest text of a client; its row runs on as that of one that has ended."""
+        request = min((one for one in self.running() if one.client == client), key=lambda one: one.length)
+        ended = copy.copy(request)
+        ended.reason, ended.tokens = "cancelled", [*request.tokens]
+        self.requests[self.requests.index(request)] = ended
+        return request
 
     def remove_ended(self, share: float = 0):
         """Remove the rows of texts that have ended, if they are at least this share of all."""

@@ -157,6 +157,36 @@ def test_a_full_queue():
     assert scheduler.submit(prompt_of(3), **GREEDY)
 
 
+def test_a_place_is_no_queue():
+    """A text waits where no place is free; clients have queues of their own, up to a bound for all."""
+    scheduler = BatchScheduler(model_of("rtf"), max_batch_size=3, max_waiting=1)
+    for client in "aaaabcd":
+        scheduler.submit(prompt_of(3), client=client, **GREEDY)
+    for client in "ae":
+        with pytest.raises(QueueFullError, match="texts are waiting"):
+            scheduler.submit(prompt_of(3), client=client, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["rtf", "hybrid"])
+def test_clients_share_the_places(name):
+    """The short text of one ends soon beside many long ones of another, which are read again and are the same."""
+    model = model_of(name)
+    scheduler = BatchScheduler(model, max_batch_size=4, prefill_tokens=64)
+    prompts = [prompt_of(3 + number, number) for number in range(9)]
+    sampled = {"max_new_tokens": 60, "do_sample": True}
+    many = [scheduler.submit(prompt, seed, client="many", **sampled) for seed, prompt in enumerate(prompts)]
+    while not many[3].tokens:
+        scheduler.step()
+    for _ in range(2):
+        few = [scheduler.submit(prompt_of(5), client="few", max_new_tokens=2, do_sample=False) for _ in range(3)]
+        for _ in range(8):
+            scheduler.step()
+        assert all(request.is_done for request in few) and not any(request.is_done for request in many)
+    scheduler.run()
+    for seed, (prompt, request) in enumerate(zip(prompts, many, strict=True)):
+        assert request.tokens == alone(model, prompt, seed, **sampled)
+
+
 class Faulty:
     """A logits processor, stopping criterion or streamer that fails at the fourth call."""
 
