@@ -9,6 +9,7 @@ Example:
     python scripts/api.py --model_name_or_path outputs/demo --port 9000 --max_batch_size 64 --memory_limit 4000000000
 """
 
+import gc
 import logging
 import os
 
@@ -37,13 +38,15 @@ def main():
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with importing("api"):
         from modeling_tnn.serving.app import build_app
+        from modeling_tnn.serving.http import LOCAL
         from modeling_tnn.serving.server import Server
         from modeling_tnn.serving.service import Service
     key = key_of(args)
     service = Service(args)
     logger.info("serving %s at http://%s:%d/v1; Ctrl-C ends it", service.name, args.host, args.port)
-    if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+    if key is None and args.host not in LOCAL:
         logger.warning("--host %s opens the server to others, without a key (--api_key)", args.host)
+    gc.freeze()  # what is loaded stays: to look through it for garbage would hold up all streams
     try:
         Server(build_app(service, key), args, service.engine.close).run()
     finally:

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
@@ -62,6 +63,14 @@ class Engine:
                 self.scheduler.end_all("error", error)
 
 
+class Piece(NamedTuple):
+    """What a text has more than before: a string, and tokens by their places; why it has ended, if it has."""
+
+    text: str
+    tokens: slice
+    finish_reason: str | None
+
+
 class Text(BaseStreamer, StoppingCriteria):
     """The text of one answer, which the engine writes and the server's event loop takes in pieces.
 
@@ -71,19 +80,23 @@ class Text(BaseStreamer, StoppingCriteria):
         index: the number of the answer.
         prompt: the tokens before the text.
         stops: strings that end the text, and are not in it; a special token is one too.
-        news: gets this object after each token and at the end. Its event loop is the running one.
+        news: gets this object after each token and at the end.
+        loop: the event loop of `news`; the running one unless given.
+        echo: stands before the text.
+        is_empty: leave out what is written. A text has one token at least, also where none is asked for.
 
     Attributes:
         request: that of the scheduler, set by who submits it.
+        offsets: where each token begins in the text.
         times: of the beginning, and of each token, in seconds.
         is_late: whether it has been cancelled because its time was over.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, index: int, prompt: Sequence[int], stops: Sequence[str],
-        news: asyncio.Queue,
+        news: asyncio.Queue, loop: asyncio.AbstractEventLoop | None = None, echo: str = "", is_empty: bool = False,
     ):  # fmt: skip
-        self.index, self.stops = index, stops
+        self.index, self.stops, self.echo, self.is_empty = index, stops, echo, is_empty
         self.request: Request | None = None
         self.is_late, self._has_read = False, False
         self.times = [time.perf_counter()]
@@ -91,8 +104,10 @@ class Text(BaseStreamer, StoppingCriteria):
         self._stop_ids = {added[stop] for stop in stops if stop in added}  # whose text is left out
         self._pieces = Pieces(tokenizer, prompt)
         # The text, how much of it was taken and may be taken, and the place of the first stop string.
-        self._written, self._taken, self._ready, self._end = "", 0, 0, None
-        self._loop, self._news = asyncio.get_running_loop(), news
+        self._written, self._taken, self._ready, self._end = echo, 0, len(echo), None
+        self.offsets: list[int] = []
+        self._told = 0  # tokens
+        self._loop, self._news = loop or asyncio.get_running_loop(), news
 
     def put(self, value: torch.Tensor):
         """Take note of the time; the criterion decodes the token."""
@@ -103,7 +118,10 @@ class Text(BaseStreamer, StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, **kwargs) -> torch.BoolTensor:
         """Whether a stop string has ended the text."""
         token = int(input_ids[0, -1])
-        self._add(self._pieces.add(token), token in self._stop_ids)
+        if not self.is_empty:
+            offset = len(self._written)
+            self._add(self._pieces.add(token), token in self._stop_ids)
+            self.offsets.append(offset)
         self.end()
         return torch.tensor([self._end is not None])
 
@@ -116,26 +134,25 @@ class Text(BaseStreamer, StoppingCriteria):
         """Whether the text has ended, and all of it may be taken."""
         return self.request.is_done
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the text has ended, in OpenAI's words."""
-        if not self.is_done:
-            return None
-        return "length" if self.request.reason == "length" and self._end is None else "stop"
-
-    def take(self) -> str:
+    def take(self) -> Piece:
         """What has been added since the last call. What may be the beginning of a stop string is held back."""
-        if self.is_done and self._end is None:
-            self._add(self._pieces.finish())
-            self._ready = len(self._written) if self._end is None else self._end
-        piece, self._taken = self._written[self._taken : self._ready], max(self._taken, self._ready)
-        return piece
+        reason = self.request.reason  # read once: the engine may end the text at any time
+        if reason is not None:
+            if self._end is None:
+                self._add(self._pieces.finish())
+                self._ready = len(self._written) if self._end is None else self._end
+            is_cut = self.is_empty or (reason == "length" and self._end is None)
+            reason = "length" if is_cut else "stop"
+        text, self._taken = self._written[self._taken : self._ready], max(self._taken, self._ready)
+        tokens, self._told = slice(self._told, len(self.offsets)), len(self.offsets)
+        return Piece(text, tokens, reason)
 
     def _add(self, piece: str, is_stop: bool = False):
         """Add what a token has brought, and find the first stop string that ends in it."""
         before = len(self._written)
         self._written += piece
-        places = [self._written.find(stop, max(0, before - len(stop) + 1)) for stop in self.stops]
+        begin = len(self.echo)
+        places = [self._written.find(stop, max(begin, before - len(stop) + 1)) for stop in self.stops]
         self._end = min((place for place in [*places, before if is_stop else -1] if place >= 0), default=None)
         begun = (stop[:length] for stop in self.stops for length in range(1, len(stop)))
         held_back = max((len(part) for part in begun if self._written.endswith(part)), default=0)

@@ -25,7 +25,7 @@ from ..plotting import figures
 from ..plotting.reading import read_model
 from .engine import Engine, Text
 from .scheduler import QueueFullError
-from .writing import load_causal, name_of
+from .writing import CHARACTERS_PER_TOKEN, load_causal, name_of
 
 logger = logging.getLogger("page")
 # Rows and columns of the matrices that are drawn, and the resolution of the pictures.
@@ -35,8 +35,6 @@ QUEUE = 32
 # The largest seed that a browser does not round.
 MAX_SEED = 2**53 - 1
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-# A prompt is cut to this many characters for each token that may be read, before the tokenizer sees it.
-CHARACTERS_PER_TOKEN = 32
 # Seconds between two states of a text that are sent to a browser.
 INTERVAL = 0.05
 WAITING = "Waiting for the model \N{HORIZONTAL ELLIPSIS}"
@@ -73,7 +71,7 @@ class Writer:
                 await news.get()
                 is_done = text.is_done
                 if is_done or time.monotonic() - shown > INTERVAL:
-                    written, shown = written + text.take(), time.monotonic()
+                    written, shown = written + text.take().text, time.monotonic()
                     yield written, progress(text, is_cut)
         finally:
             self.engine.cancel(text.request)

@@ -26,6 +26,15 @@ class Connection(H11Protocol):
         super().__init__(*given, **settings)
         self.seconds = seconds
 
+    @property
+    def limit_concurrency(self) -> int | None:
+        """The most connections, for uvicorn at each request; any for /health, which tells whether all is well."""
+        return None if self.scope and self.scope["path"] == "/health" else self._limit
+
+    @limit_concurrency.setter
+    def limit_concurrency(self, most: int | None):
+        self._limit = most
+
     def connection_made(self, transport: asyncio.Transport):
         super().connection_made(transport)
         self._waits_since = self.loop.time()

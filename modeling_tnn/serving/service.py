@@ -1,25 +1,28 @@
 """The model that an API serves: tokens of its requests, their texts, and what is counted of them for Prometheus."""
 
+import asyncio
+import functools
 import time
 
-from jinja2 import TemplateError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tnn_cli.serving_arguments import ApiArguments
 
+from .embedding import Encoder
 from .engine import Engine, Text
 from .http import ApiError
+from .logprobs import spell
 from .scheduler import BatchScheduler, QueueFullError
 from .schema import Body, ChatBody
-from .writing import load_causal, name_of
+from .writing import CHARACTERS_PER_TOKEN, load_served, name_of
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Counters of one server. The states of its scheduler are read when somebody asks."""
+    """Counters of one server. What runs is read when somebody asks."""
 
-    def __init__(self, scheduler: BatchScheduler):
+    def __init__(self, scheduler: BatchScheduler | Encoder):
         self.registry = CollectorRegistry()
         known = {"registry": self.registry}
         self.responses = Counter("tnn_responses", "Responses by route and status.", ["route", "status"], **known)
@@ -49,32 +52,27 @@ class Metrics:
             self.later.observe((times[-1] - times[0]) / (len(times) - 1))
 
 
-class CountResponses:
-    """Count responses by route and status, when they begin."""
-
-    def __init__(self, app, metrics: Metrics):
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope, receive, send):
-        async def counted(message):
-            if message["type"] == "http.response.start":
-                route = scope.get("route")  # not the path, of which anybody could make as many as they like
-                self.metrics.responses.labels(getattr(route, "path", "unknown"), message["status"]).inc()
-            await send(message)
-
-        await self.app(scope, receive, counted)
-
-
 class Service:
     """One model, its tokenizer, and the thread that writes. `args` has the limits of requests."""
 
     def __init__(self, args: ApiArguments):
-        model, self.tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
+        self.model, self.tokenizer = load_served(args.model_name_or_path, args.dtype, args.device)
         self.args, self.name = args, name_of(args.model_name_or_path)
-        limits = ("max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
-        self.engine = Engine(model, **{name: getattr(args, name) for name in limits})
-        self.metrics = Metrics(self.engine.scheduler)
+        if self.model.config.causal:
+            limits = ("max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
+            self.engine = Engine(self.model, **{name: getattr(args, name) for name in limits})
+            self.metrics = Metrics(self.engine.scheduler)
+        else:
+            self.engine = Encoder(self.model, args.max_batch_size, args.prefill_tokens, args.max_waiting)
+            self.metrics = Metrics(self.engine)
+        self.text_of = functools.lru_cache(2**16)(functools.partial(spell, self.tokenizer))
         self.card = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "modeling-tnn"}
+
+    def check_kind(self, writes: bool):
+        """Refuse texts of an encoder, and vectors of a model that writes."""
+        if self.model.config.causal != writes:
+            kind, route = ("an encoder", "embeddings") if writes else ("a causal model", "completions")
+            raise ApiError(400, f"The model {self.name} is {kind}: it answers at /v1/{route}.", "wrong_route")
 
     def check_model(self, name: str):
         """Refuse requests for another model."""
@@ -87,17 +85,20 @@ class Service:
         if not self.engine.is_alive:
             raise ApiError(503, "The thread that writes has ended; the log of the server has the reason.")
 
-    def tokens(self, prompt: str | list[int]) -> list[int]:
-        """The tokens of a prompt; ApiError if there are none or too many, or an id is not of the model."""
-        vocabulary = self.engine.scheduler.model.config.vocab_size
-        ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
+    def tokens(self, text: str | list[int], field: str = "prompt", **options) -> list[int]:
+        """The tokens of a text; ApiError if there are none or too many, or an id is not of the model."""
+        vocabulary, most = self.model.config.vocab_size, self.args.max_prompt_tokens
+        if isinstance(text, str) and len(text) > CHARACTERS_PER_TOKEN * most:
+            message = f"`{field}` must have at most {most:,} tokens, got {len(text):,} characters"
+            raise ApiError(400, message, "context_length_exceeded", field)
+        ids = self.tokenizer(text, verbose=False, **options)["input_ids"] if isinstance(text, str) else text
         if not ids:
-            raise ApiError(400, "`prompt` must have at least one token, got none", "empty_prompt", "prompt")
-        if len(ids) > self.args.max_prompt_tokens:
-            message = f"`prompt` must have at most {self.args.max_prompt_tokens:,} tokens, got {len(ids):,}"
-            raise ApiError(400, message, "context_length_exceeded", "prompt")
+            raise ApiError(400, f"`{field}` must have at least one token, got none", "empty_prompt", field)
+        if len(ids) > most:
+            message = f"`{field}` must have at most {most:,} tokens, got {len(ids):,}"
+            raise ApiError(400, message, "context_length_exceeded", field)
         if not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise ApiError(400, f"`prompt` must have ids from 0 to {vocabulary - 1}", "invalid_token", "prompt")
+            raise ApiError(400, f"`{field}` must have ids from 0 to {vocabulary - 1}", "invalid_token", field)
         return ids
 
     def chat_tokens(self, body: ChatBody) -> list[int]:
@@ -107,23 +108,36 @@ class Service:
         messages = [message.plain() for message in body.messages]
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except (
+            Exception
+        ) as error:  # a template is a program, which may do anything with messages that it did not expect
             raise ApiError(400, f"The chat template: {error}", "chat_template", "messages") from error
-        return self.tokens(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.tokens(text, "messages", add_special_tokens=False)
 
-    def submit(self, body: Body, prompts: list[list[int]], texts: list[Text]):
-        """Queue the texts, as many for each prompt; after an ApiError no text is left in the queue."""
+    def begin(self, body: Body, news: asyncio.Queue, loop: asyncio.AbstractEventLoop, client: str) -> list[Text]:
+        """Queue the texts of a request, as many for each prompt; after an ApiError none is left in the queue."""
         self.check_engine()
-        most = body.most_tokens() or self.args.max_new_tokens
+        is_chat = isinstance(body, ChatBody)
+        count, held = body.n * (1 if is_chat else len(body.prompt)), self.args.max_batch_size + self.args.max_waiting
+        if count > held:
+            raise ApiError(400, f"`n` must ask for at most {held:,} texts of all prompts, got {count:,}", "n", "n")
+        most = body.most_tokens()
+        most = self.args.max_new_tokens if most is None else most
         if most > self.args.max_new_tokens:
             message = f"`max_tokens` must be at most {self.args.max_new_tokens:,}, got {most:,}"
             raise ApiError(400, message, "max_tokens", "max_tokens")
-        options = {"max_new_tokens": most} | body.sampling()
+        prompts = [self.chat_tokens(body)] if is_chat else [self.tokens(prompt) for prompt in body.prompt]
+        options = {"max_new_tokens": max(1, most), "client": client, "logprobs": body.likeliest} | body.sampling()
+        options["prompt_logprobs"] = body.echo and body.likeliest is not None
+        texts: list[Text] = []
         try:
-            for text in texts:
-                seed = None if body.seed is None else body.seed + text.index
-                ids = prompts[text.index // body.n]
+            for index in range(count):
+                seed, ids = None if body.seed is None else body.seed + index, prompts[index // body.n]
+                given = body.prompt[index // body.n] if body.echo else ""
+                echo = given if isinstance(given, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
+                text = Text(self.tokenizer, index, ids, body.stop, news, loop, echo, is_empty=most == 0)
                 text.request = self.engine.submit(ids, seed, streamer=text, stopping_criteria=[text], **options)
+                texts.append(text)
         except Exception as error:
             self.leave(texts)
             if isinstance(error, QueueFullError):
@@ -131,6 +145,7 @@ class Service:
             if isinstance(error, ValueError):
                 raise ApiError(400, str(error)) from error
             raise
+        return texts
 
     def end_late(self, texts: list[Text]):
         """End the texts that have not ended: their time is over."""
@@ -141,7 +156,6 @@ class Service:
     def leave(self, texts: list[Text]):
         """End the texts that have not ended, and count all."""
         for text in texts:
-            if text.request is not None:
-                if not text.is_done:
-                    self.engine.cancel(text.request)
-                self.metrics.count_text(text)
+            if not text.is_done:
+                self.engine.cancel(text.request)
+            self.metrics.count_text(text)

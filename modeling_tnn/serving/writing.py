@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -22,6 +23,8 @@ from tnn_cli.sampling import sampling, with_sampling
 from ..cache_tnn import CACHE
 from .pieces import PieceStreamer
 
+# A text has at most this many characters for each token that may be read, before the tokenizer sees it.
+CHARACTERS_PER_TOKEN = 32
 # Options of `generate` that need the tokenizer.
 READ_TEXT = {"stop_strings", "token_healing"}
 # All that counts of a `generation_config.json`.
@@ -64,6 +67,19 @@ def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedMo
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
         raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
     return load_writer(name, dtype, device)
+
+
+def load_served(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal TNN, or the encoder of a bidirectional one, and its tokenizer; ValueError if it is another model."""
+    config = load(AutoConfig, name)
+    if config.model_type != "tnn" or config.causal:
+        return load_causal(name, dtype, device)
+    tokenizer = load(AutoTokenizer, name)
+    model = load(AutoModel, name, dtype=dtype).to(check_device(device))
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"model={name} reads {model.main_input_name}: only models of text can be served.")
+    check_vocabulary(tokenizer, config.vocab_size)
+    return model.eval(), tokenizer
 
 
 def name_of(model: str) -> str:

@@ -3,27 +3,35 @@
 # Tokens are drawn from the likeliest ones of this mass, at this temperature, whatever a `generation_config.json` says.
 TEMPERATURE, TOP_P = 1.0, 0.95
 
+# Colder is greedy: scores that are divided by less exceed all numbers.
+COLDEST = 1e-5
+
 # Fields of GenerationConfig that have no meaning without sampling.
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def sampling(temperature: float | None = None, top_p: float | None = None) -> dict:
-    """The options of `generate` for one text, token after token; a temperature of 0 is greedy."""
+    """The options of `generate` for one text, token after token; a temperature of 0, or about 0, is greedy."""
     plain = dict.fromkeys(OF_SAMPLING) | {"num_beams": 1, "num_return_sequences": 1}
-    if temperature == 0:
+    if is_greedy(temperature):
         return plain | {"do_sample": False}
     temperature = TEMPERATURE if temperature is None else temperature
     chosen = {"temperature": temperature, "top_p": TOP_P if top_p is None else top_p, "top_k": 0}
     return plain | {"do_sample": True} | chosen
 
 
+def is_greedy(temperature: float | None) -> bool:
+    """Whether a temperature asks for the likeliest tokens."""
+    return temperature is not None and 0 <= temperature < COLDEST
+
+
 def check_sampling(options: dict):
     """Raise a ValueError if options of `generate` ask for sampling and for the likeliest tokens."""
     given, temperature = given_sampling(options), options.get("temperature")
-    if options.get("do_sample") is False and given and temperature != 0:
+    if options.get("do_sample") is False and given and not is_greedy(temperature):
         raise ValueError(f"--do_sample must be true with --{next(iter(given))}, which means sampling, got false")
-    if options.get("do_sample") and temperature == 0:
-        raise ValueError("--temperature must be above 0 with --do_sample true, got 0, which is greedy")
+    if options.get("do_sample") and is_greedy(temperature):
+        raise ValueError(f"--temperature must be above 0 with --do_sample true, got {temperature:g}, which is greedy")
 
 
 def given_sampling(options: dict) -> dict:
@@ -40,7 +48,7 @@ def with_sampling(options: dict, is_plain: bool) -> dict:
     """
     given = given_sampling(options)
     others = {name: value for name, value in options.items() if name not in OF_SAMPLING}
-    if options.get("do_sample") is False or options.get("temperature") == 0:
+    if options.get("do_sample") is False or is_greedy(options.get("temperature")):
         return sampling(temperature=0) | others | {"do_sample": False}
     if is_plain or given or options.get("do_sample"):
         return sampling() | others | given | {"do_sample": True}

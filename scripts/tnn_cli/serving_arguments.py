@@ -1,5 +1,6 @@
 """The options of the programs that write texts: `tnn chat`, `generate`, `serve` and `api`."""
 
+import re
 from dataclasses import dataclass
 
 from tnn_cli.model_path import check_model_path
@@ -46,7 +47,7 @@ class PageArguments(ServerArguments):
 class ApiArguments(ServerArguments):
     """The options of `tnn api`."""
 
-    max_waiting: int = option(256, "Most texts that wait for their turn; a request for more gets status 429.")
+    max_waiting: int = option(256, "Most texts of a client that wait for a place; a request for more gets status 429.")
     memory_limit: int | None = option(None, "Most bytes of decoding states of all texts together.")
     prefill_tokens: int = option(2048, "Most tokens of prompts that are read between two tokens of the other texts.")
     max_prompt_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
@@ -56,7 +57,11 @@ class ApiArguments(ServerArguments):
     drain_seconds: int = option(10, "Seconds that running requests may take after Ctrl-C or SIGTERM.")
     max_concurrent: int = option(512, "Most connections that are served at the same time; others get status 503.")
     api_key: str | None = option(None, "Key that clients must send; the variable TNN_API_KEY unless given.")
+    allowed_origins: list[str] = option([], "Sites whose pages may call it: https://example.org, or * for all.")
 
     def __post_init__(self):
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
+                raise ValueError(f"--allowed_origins must be like https://example.org without a path, got {origin}")
         super().__post_init__()
         check_counts(self, "memory_limit", "prefill_tokens")

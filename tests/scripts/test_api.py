@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.models import seeded, tiny_config
 from helpers.scripts import run, save_model
+from modeling_tnn import TnnForMaskedLM
 
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx2")  # openai brings it
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
@@ -143,6 +145,69 @@ def test_an_end_of_the_text(complete, service, monkeypatch):
     assert done.choices[0].finish_reason == "stop" and done.usage.completion_tokens <= 3
 
 
+def logs_of(service, ids: list[int]) -> torch.Tensor:
+    """The logarithms of the probabilities after each token, by a full forward pass."""
+    with torch.no_grad():
+        return service.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("new, stream", [(0, False), (1, False), (12, False), (12, True)])
+def test_logprobs_of_a_completion(complete, service, monkeypatch, new, stream):
+    """Those of a full forward pass, of the prompt too, for texts side by side, also where nothing is written."""
+    texts, submit, found = [PROMPT, "Pack my box with five"], service.engine.submit, [[], []]
+    prompts, requests = service.tokenizer(texts)["input_ids"], []
+    monkeypatch.setattr(
+        service.engine, "submit", lambda *given, **asked: requests.append(submit(*given, **asked)) or requests[-1]
+    )
+    asked = {"prompt": prompts, "max_tokens": new, "echo": True, "logprobs": 3, "seed": 5, "temperature": 2}
+    done = complete(stream=stream, **asked)
+    for choice in [one.choices[0] for one in done] if stream else done.choices:
+        found[choice.index].append(choice)
+    for text, prompt, request, choices in zip(texts, prompts, requests, found, strict=True):
+        tokens, given, likeliest, offsets = (
+            [entry for choice in choices for entry in getattr(choice.logprobs, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
+        count, read = len(prompt) + new, request.ids[0, : len(prompt) + new].tolist()
+        assert (
+            len(tokens) == len(given) == len(likeliest) == len(offsets) == count
+            and choices[0].text[: len(text)] == text
+        )
+        ends = [*offsets[1:], len(text)][: len(prompt)]
+        assert [text[begin:end] for begin, end in zip(offsets, ends, strict=False)] == tokens[: len(prompt)]
+        logs = logs_of(service, read)[:-1]
+        assert given[0] is likeliest[0] is None and choices[-1].finish_reason == "length"
+        assert given[1:] == pytest.approx(logs.gather(-1, torch.tensor(read)[1:, None])[:, 0].tolist(), abs=1e-5)
+        for top, own, best in zip(likeliest[1:], given[1:], logs.amax(-1).tolist(), strict=True):
+            assert max(top.values()) == pytest.approx(best, abs=1e-5) and own <= max(top.values()) and len(top) <= 4
+    assert stream or done.usage.completion_tokens == 2 * new
+
+
+def test_logprobs_of_a_chat(chat, service):
+    """Each token with its bytes and the likeliest ones; the same in a stream."""
+    asked = {"logprobs": True, "top_logprobs": 2}
+    content = chat("x", **asked).choices[0].logprobs.content
+    streamed = [chunk.choices[0].logprobs for chunk in chat("x", stream=True, **asked)]
+    assert [entry for part in streamed if part for entry in part.content] == content and len(content) == 12
+    ids = service.tokenizer("<s>x</s><s>")["input_ids"]
+    logs = logs_of(service, ids)[-1].topk(2).values.tolist()
+    assert [entry.logprob for entry in content[0].top_logprobs] == pytest.approx(logs, abs=1e-5)
+    assert all(bytes(entry.bytes).decode() == entry.token for entry in content if entry.bytes)
+    assert content[0].logprob == content[0].top_logprobs[0].logprob
+    assert chat("x", logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_finish_reasons(service):
+    """A text has one, whenever it ends while an answer is written."""
+    reasons = iter([None, None, "length", "length"])
+    fake = type(
+        "Ended", (), {"reason": property(lambda _: next(reasons)), "is_done": property(lambda _: next(reasons))}
+    )
+    text = Text(service.tokenizer, 0, [5], (), None, loop=object())
+    text.request = fake()
+    assert [text.take().finish_reason for _ in range(3)] == [None, None, "length"]
+
+
 # What clients send that asks for nothing: fields without a value, and those whose value is what happens anyway.
 NOTHING = {
     "n": 1, "stream": False, "stop": [], "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
@@ -161,8 +226,8 @@ def test_fields_that_ask_for_nothing(chat, complete, written):
     assert first == chat(message).model_copy(update={"id": first.id, "created": first.created})
     answer = first.choices[0].message.model_dump() | {"tool_calls": [], "annotations": []}
     assert chat(message, answer, message, extra_body={"stream_options": {"include_usage": None}}).choices
-    for name, value in (("tools", [{}]), ("logprobs", True), ("response_format", {"type": "json_object"})):
-        with pytest.raises(openai.BadRequestError, match=f"`{name}`: "):
+    for name, value in (("tools", [{}]), ("logit_bias", {"5": 1}), ("response_format", {"type": "json_object"})):
+        with pytest.raises(openai.BadRequestError, match=f"`{name}` is not supported; leave it out"):
             chat("The", extra_body={name: value})
 
 
@@ -196,11 +261,15 @@ REFUSED = [
     ({"max_tokens": 0}, openai.BadRequestError, "greater_than_equal"),
     ({"temperature": -1}, openai.BadRequestError, "greater_than_equal"),
     ({"top_p": 0}, openai.BadRequestError, "greater_than"),
-    ({"n": 20}, openai.RateLimitError, "queue_full"),
+    ({"n": 20}, openai.BadRequestError, "n"),
     ({"stop": ["a"] * 5}, openai.BadRequestError, "stop"),
-    ({"echo": True}, openai.BadRequestError, "extra_forbidden"),
+    ({"suffix": "x"}, openai.BadRequestError, "extra_forbidden"),
     ({"extra_body": {"beams": 3}}, openai.BadRequestError, "extra_forbidden"),
     ({"prompt": "x" * 5000}, openai.APIStatusError, "body_too_large"),
+    ({"prompt": "x" * 1400}, openai.BadRequestError, "context_length_exceeded"),
+    ({"prompt": [5, True]}, openai.BadRequestError, "prompt"),
+    ({"logprobs": 21}, openai.BadRequestError, "less_than_equal"),
+    ({"extra_body": {"top_logprobs": 2}}, openai.BadRequestError, "extra_forbidden"),
 ]
 
 
@@ -218,6 +287,15 @@ def test_what_is_refused(chat, complete, service, monkeypatch):
     assert chunked.status_code == 413 and "at most 4,000 bytes" in chunked.json()["error"]["message"]
     with pytest.raises(openai.BadRequestError, match="no system"):
         chat({"role": "system", "content": "x"})
+    for template in (
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{% for i in range(9**9) %}{% endfor %}",
+        "{{ 'x' * 9**7 }}",
+    ):
+        monkeypatch.setattr(service.tokenizer, "chat_template", template)
+        with pytest.raises(openai.BadRequestError, match="template|characters"):
+            chat("x")
     monkeypatch.setattr(service.tokenizer, "chat_template", None)
     with pytest.raises(openai.BadRequestError, match="has no chat template"):
         chat("x")
@@ -239,6 +317,38 @@ def test_a_client_that_goes_away(complete, service):
     assert complete().usage.completion_tokens == 12
     wait_until_idle(service)
     assert requests and all(len(request.tokens) < 5000 for request in requests)
+
+
+def test_embeddings(tmp_path, service, client):
+    """The vectors of sentence-transformers, for texts and token ids, however many; errors as of other routes."""
+    library = pytest.importorskip("sentence_transformers")
+    folder = save_model(tmp_path / "encoder")
+    config = tiny_config("fd", causal=False, vocab_size=300)
+    seeded(TnnForMaskedLM, config).float().save_pretrained(folder)
+    texts = ["The quick", "Pack my box with five dozen jugs of liquor.", "a"] * 5
+    expected = library.SentenceTransformer(str(folder), device="cpu").encode(texts)
+    with serving(folder, max_batch_size=4, max_prompt_tokens=50) as encoder:
+        with openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none", max_retries=0) as asking:
+            ids = encoder.tokenizer(texts)["input_ids"]
+            for given, options in ((texts, {}), (ids, {"encoding_format": "float"}), (ids[0], {}), (texts[0], {})):
+                found = asking.embeddings.create(model="encoder", input=given, **options)
+                vectors = torch.tensor([entry.embedding for entry in found.data])
+                torch.testing.assert_close(vectors, torch.from_numpy(expected[: len(vectors)]), rtol=0, atol=1e-5)
+                assert [entry.index for entry in found.data] == list(range(15 if len(given) == 15 else 1))
+            assert found.usage.prompt_tokens == len(ids[0])
+            for fields, code in (
+                ({"input": ""}, "empty_prompt"), ({"input": "a b " * 50}, "context_length_exceeded"),
+                ({"input": [300]}, "invalid_token"), ({"input": [1, "a"]}, "prompt"),
+                ({"dimensions": 2}, "extra_forbidden"),
+            ):  # fmt: skip
+                with pytest.raises(openai.BadRequestError) as raised:
+                    asking.embeddings.create(**{"model": "encoder", "input": "a"} | fields)
+                assert raised.value.code == code and raised.value.body["message"]
+            with pytest.raises(openai.BadRequestError, match="is an encoder: it answers at /v1/embeddings"):
+                asking.completions.create(model="encoder", prompt="a")
+        assert httpx.get(f"{encoder.url}/health").status_code == httpx.get(f"{encoder.url}/metrics").status_code == 200
+    with pytest.raises(openai.BadRequestError, match="is a causal model"):
+        client.embeddings.create(model=service.name, input="a")
 
 
 def test_health_and_metrics(complete, service):

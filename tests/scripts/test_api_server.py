@@ -22,6 +22,7 @@ pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importors
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
 from modeling_tnn.serving.engine import Text  # noqa: E402
+from tnn_cli.serving_arguments import ApiArguments  # noqa: E402
 
 LONG = {"prompt": "The quick", "max_tokens": 5000, "temperature": 0}
 
@@ -43,6 +44,9 @@ def test_a_key(folder, monkeypatch):
             for path in ("/v1/models", "/metrics", "/nowhere", "//health", "/health/"):
                 answer = httpx.get(service.url + path, headers=headers)
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        for scheme in ("bearer", "BEARER ", "Bearer"):
+            headers = {"Authorization": f"{scheme} a secret", "Host": "example.org"}
+            assert httpx.get(f"{service.url}/v1/models/", headers=headers).status_code == 200
         with openai.OpenAI(base_url=f"{service.url}/v1", api_key="a secret", max_retries=0) as client:
             assert client.models.list().data[0].id == service.name
     asked = []
@@ -58,6 +62,77 @@ def test_a_key(folder, monkeypatch):
             if key != "a secret":
                 assert done.returncode == 2 and f"error: {name} must be ASCII characters" in done.stderr
     assert asked == ["a secret"] * 2
+
+
+def test_pages_of_other_sites(folder):
+    """Those that are allowed may ask, also where a key is needed; without a key by the names of this machine alone."""
+    origin = {"Origin": "https://example.org"}
+    asked = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for key, allowed in ((None, []), ("k", ["https://example.org"]), ("k", ["*"]), ("k", ["https://other.org"])):
+        with serving(folder, key, allowed_origins=allowed) as service:
+            url, answer = f"{service.url}/v1/completions", f"{service.url}/v1/models"
+            before = httpx.options(url, headers=asked)
+            refused = httpx.get(answer, headers=origin)
+            is_allowed = bool(allowed) and "other" not in allowed[0]
+            assert (before.status_code == 200) == is_allowed and refused.status_code == (401 if key else 200)
+            for one in (before, refused, httpx.get(answer, headers=origin | {"Authorization": "Bearer k"})):
+                assert ("access-control-allow-origin" in one.headers) == is_allowed
+            if key is None:
+                for host in (
+                    "evil.example",
+                    "evil.example:80",
+                    "localhost.evil.example",
+                    "127.0.0.1.nip.io",
+                    "[",
+                    "10.0.0.1",
+                ):
+                    assert httpx.get(answer, headers={"Host": host}).json()["error"]["code"] == "invalid_host"
+                for host in ("localhost", "LOCALHOST:9", "[::1]:80", "127.0.0.1"):
+                    assert httpx.get(answer, headers={"Host": host}).status_code == 200
+                body = json.dumps(LONG | {"model": service.name, "max_tokens": 1})
+                assert httpx.post(url, content=body).status_code == 200  # without a Content-Type
+                for headers in (origin, {"Content-Type": "text/plain"}):  # what a page sends without asking
+                    assert "Content-Type must be" in httpx.post(url, content=body, headers=headers).text
+    with pytest.raises(ValueError, match="without a path, got https://example.org/"):
+        ApiArguments(str(folder), allowed_origins=["https://example.org/"])
+
+
+def test_requests_of_proxies(folder):
+    """HEAD, paths that end with a slash, and a body of two lengths, whose connection is closed."""
+    with serving(folder) as service:
+        for path in ("/health", "/health/", "/v1/models", "/v1/models/", "/metrics", f"/v1/models/{service.name}/"):
+            assert httpx.head(service.url + path).status_code == 200 == httpx.get(service.url + path).status_code
+        with connect(service) as client:
+            lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + lengths + b"0\r\n\r\n")
+            received = b"".join(iter(lambda: client.recv(1000), b""))
+        assert received.startswith(b"HTTP/1.1 400 ") and b"two_lengths" in received and received.count(b"HTTP/") == 1
+
+
+WRONG = {
+    "completions": ["0.1", "{}", "[]", "1", '"a"'],
+    "chat/completions": ["{}", '{"role": "user", "content": "a"}'],
+}
+
+
+def test_large_bodies_that_are_wrong(folder):
+    """A request that is refused does not hold up the others, nor does one for thousands of texts."""
+    with serving(folder, max_new_tokens=20_000) as service:
+        bodies = [
+            ("completions", {"prompt": ["The quick"] * 128, "n": 128}),
+            ("completions", {"prompt": "a", "stop": [1] * 300_000}),
+        ]
+        for route, entries in WRONG.items():
+            field = "prompt" if route == "completions" else "messages"
+            bodies += [(route, {field: [json.loads(entry)] * (10**6 // (len(entry) + 2))}) for entry in entries]
+        bodies.append(("chat/completions", {"messages": [{"role": "user", "content": [{}] * 250_000}]}))
+        bodies = [(route, json.dumps(body | {"model": service.name})) for route, body in bodies]
+        kind = {"Content-Type": "application/json"}
+        for route, body in bodies:
+            began = time.process_time()
+            answer = httpx.post(f"{service.url}/v1/{route}", content=body, headers=kind, timeout=60)
+            assert answer.status_code == 400 and len(answer.content) < 500, answer.text
+            assert time.process_time() - began < 1.5, body[:60]
 
 
 def test_the_time_of_a_request(folder):
@@ -77,7 +152,7 @@ def test_the_time_of_a_request(folder):
 
 
 HALF_A_BODY = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
+    b"POST /v1/completions HTTP/1.1\r\nHost: [::1]:1\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
 )
 
 
@@ -115,11 +190,12 @@ def test_many_connections(folder):
     with serving(folder, max_concurrent=8) as service:
         clients = [connect(service) for _ in range(8)]
         time.sleep(0.2)
-        assert httpx.get(f"{service.url}/health").status_code == 503
+        assert httpx.get(f"{service.url}/v1/models").status_code == 503
+        assert httpx.get(f"{service.url}/health").status_code == 200
         for client in clients:
             client.close()
         deadline = time.monotonic() + 5
-        while httpx.get(f"{service.url}/health").status_code != 200:
+        while httpx.get(f"{service.url}/v1/models").status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
