@@ -53,7 +53,7 @@ from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
 LARGE_CHUNK = 2**25  # numbers in a chunk of filters on an accelerator
 LARGEST_GROWTH = 1e6  # of g over the trained length: float64 then has more correct digits than float32 needs
 LARGEST_RISE = 1e4  # of a kernel beyond its trained length: float32 then has digits left for the first outputs
-STEPS = 64  # of a recursion in a block, see `solve_recursion`
+STEPS, MANY_STEPS = 32, 128  # of a recursion in a block, for many denominators and for up to 16
 BATCH, BLOCK = 4, 8  # sequences from which a step on the CPU is faster by blocks, and tokens in a block
 PATROL = 64  # tokens between two checks for values that are not finite, on an accelerator
 
@@ -181,17 +181,17 @@ def all_pole(denominator: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (solve_recursion if own else AllPole.apply)(denominator, x)
 
 
-def solve_recursion(denominator: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The values of `all_pole`, `STEPS` at a time, each block by substitution with a triangular matrix.
+def solve_recursion(denominator: torch.Tensor, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
+    """The values of `all_pole` after `past` ones `(Q, N, G)`, in blocks, by substitution with triangular matrices.
 
     Its errors are those of the plain recursion. A transform, or a power of the companion matrix, rounds relative to
     the largest value, and the sums that follow magnify that: a stable filter with poles near each other may diverge.
     """
-    order, size = denominator.shape[1], min(STEPS, x.shape[1])
-    later, earlier = (torch.arange(first, size, device=x.device) for first in (0, -order))
-    lags = (later[:, None] - earlier + 1).clamp(0, order + 2)  # (S, N+S), from 1 on for lag 0
-    before, within = pad(monic(denominator), (1, 1))[:, lags].split([order, size], dim=2)  # (Q, S, N), (Q, S, S)
-    past, blocks = x.new_zeros(len(x), order, x.shape[2]), []
+    order, size = denominator.shape[1], min(MANY_STEPS if len(denominator) <= 16 else STEPS, x.shape[1])
+    lags = pad(monic(denominator), (size - 1, size - 1)).flip(1)  # from lag N + S - 1 to 1 - S
+    before, within = lags.unfold(1, order + size, 1).flip(1).split([order, size], dim=2)  # (Q, S, N), (Q, S, S)
+    within = within.mT.contiguous().mT  # as the solver wants it
+    past, blocks = x.new_zeros(len(x), order, x.shape[2]) if past is None else past, []
     for part in x.split(size, dim=1):
         rows = part.shape[1]
         driven = part - before[:, :rows] @ past
@@ -362,6 +362,9 @@ class CompanionRecurrence(Recurrence):
 
     def _filter(self, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None) -> torch.Tensor:
         """The values w of (4) for the inputs `x` `(B, D, L)` after the values `past` `(B, D, N)`; `series` is g."""
+        if not self._stable:  # a transform may lose all digits
+            w = solve_recursion(self._form.denominator, x.permute(1, 2, 0), past.permute(1, 2, 0))
+            return w.permute(2, 0, 1)
         order, length, implementation = self.order, x.shape[-1], self.operator.implementation
         taps = monic(self._form.denominator)  # (D, N+1)
         after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
@@ -383,6 +386,8 @@ class CompanionRecurrence(Recurrence):
 
 def refuse_poles(operator: "RtfOperator", denominator: torch.Tensor, growing: torch.Tensor, consequence: str):
     """Raise a DivergenceError for the first `growing` filter `(D,)` with a pole outside the unit circle, if any."""
+    if not growing.any():
+        return
     filters = growing.nonzero()[:, 0].cpu()
     outside = (radii := spectral_radius(denominator.detach().cpu()[filters])) > 1
     if outside.any():
@@ -476,10 +481,8 @@ class RtfOperator(ToeplitzOperator):
             return
         parts = kernel.detach().abs().split([self.size, kernel.shape[1] - self.size], dim=1)
         trained, beyond = (part.amax(dim=1) for part in parts)
-        growing = ~(beyond <= LARGEST_RISE * trained)  # (D,)
-        if growing.any():
-            way = f"makes the kernel grow beyond the trained length. Read at most {self.size} tokens at a time"
-            refuse_poles(self, per_filter(denominator, len(kernel)), growing, way)
+        way = f"makes the kernel grow beyond the trained length. Read at most {self.size} tokens at a time"
+        refuse_poles(self, per_filter(denominator, len(kernel)), ~(beyond <= LARGEST_RISE * trained), way)
 
     def recurrence(self) -> CompanionRecurrence:
         require_causal(self)

@@ -82,9 +82,9 @@ class InducingGrid(NamedTuple):
 
     def weights(self, positions: slice, points: slice, like: torch.Tensor) -> torch.Tensor:
         """One block of W in the dtype of `like`. In whole numbers: float32 has no digits left behind a million."""
-        scaled = torch.arange(positions.start, positions.stop, device=like.device)[:, None] * self.intervals  # (M, 1)
-        behind = torch.arange(points.start, points.stop, device=like.device) - scaled // self.steps  # (M, K)
-        return interpolation_weights((scaled % self.steps).to(like.dtype) / self.steps - behind.to(like.dtype))
+        places = torch.arange(positions.start, positions.stop, device=like.device) * self.intervals  # (M,)
+        points = torch.arange(points.start * self.steps, points.stop * self.steps, self.steps, device=like.device)
+        return interpolation_weights((places[:, None] - points).to(like.dtype) / self.steps)
 
     def matrix(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix W, `(L, K)`."""

@@ -21,6 +21,7 @@ from tnn_cli.parser import parse_overrides
 from tnn_cli.tables import markdown_table
 
 from ..data.text import enclosing_tokens, load_texts, tokenize, with_line_break
+from ..recurrence import DivergenceError
 from .scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens
 
 
@@ -78,10 +79,14 @@ def evaluate_model(name: str, texts, args) -> list[dict]:
         for stride in [None] if args.stride is None else [None, args.stride]:
             start = time.perf_counter()
             advice = f"give a smaller --tokens_per_pass than {args.tokens_per_pass}"
-            with suggest_smaller(f"{name} at length {length}", advice):
-                figures = figures_at(length, stride)
-            if not math.isfinite(figures["loss"]):
-                sys.stderr.write(f"{name}: length {length} is left out, because the loss is not finite.\n")
+            try:
+                with suggest_smaller(f"{name} at length {length}", advice):
+                    figures = figures_at(length, stride)
+                what = None if math.isfinite(figures["loss"]) else "The loss is not finite."
+            except DivergenceError as error:
+                what = str(error)
+            if what:
+                sys.stderr.write(f"{name}: length {length} is left out. {what}\n")
                 continue
             about = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
             results.append({**about, "stride": stride, **figures, "seconds": time.perf_counter() - start})

@@ -11,21 +11,25 @@ import torch
 from scipy import stats
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..cache_tnn import CACHE
 from ..data.text import with_line_break
 from ..recurrence import DivergenceError
+
+logger = logging.get_logger(__name__)
 
 
 def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
     """The loss in nats of each token of `rows` `(B, L)` except the first, given those before it, `(B, L-1)`.
 
     Long rows are read in parts with a cache, to save memory. Where the state of a recurrence diverges, they are read
-    at once: the convolution has a result for any poles.
+    at once, with a warning: up to the trained length, the convolution has a result for any poles.
     """
     try:
         return _score_parts(model, rows, max(1, tokens_per_pass // len(rows)))
-    except DivergenceError:
+    except DivergenceError as error:
+        logger.warning_once(f"Rows of {rows.shape[1]} tokens are read at once, which takes more memory. {error}")
         return _score_parts(model, rows, rows.shape[1])
 
 

@@ -7,11 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import signal
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from helpers.models import RandomTexts, relative_error, seeded, tiny_config
+from helpers.models import RandomTexts, random, relative_error, seeded, tiny_config
+from helpers.operators import advance, random_input, random_operator
+from helpers.products import compare_derivatives
 from helpers.strategies import noise, seeds
-from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM, find_unstable, project_poles
+from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM, find_unstable, project_poles, tno_rtf
+from modeling_tnn.cache_tnn import TnnCacheLayer
+from modeling_tnn.recurrence import DivergenceError
+from modeling_tnn.tno_rtf import reciprocal_series
 from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable, spectral_radius
 
@@ -32,6 +39,74 @@ def model_with_pole(radius: float, angle: float = 0.4, layer: int = 1, **fields)
         denominator[3 % len(denominator), :2] = denominator_of(radius * np.exp(1j * angle))[0]
         model.model.layers[layer].mixer.tno.numerator.normal_()
     return model
+
+
+# Stable denominators whose series rises before it falls, up to a factor of 1e7.
+HARD = {
+    "Butterworth": signal.butter(4, 0.03)[1], "Butterworth of order 8": signal.butter(8, 0.03)[1],
+    "band": signal.butter(4, [0.1, 0.12], "band")[1], "Chebyshev": signal.cheby1(8, 1, 0.1)[1],
+    "elliptic": signal.ellip(6, 1, 60, 0.05)[1], "near 0.999": np.poly([0.999, 0.9985, 0.998, 0.9975]),
+    **{f"random of order {2 * half}": np.poly((roots := 0.999 * np.sqrt(np.random.default_rng(0).uniform(size=half))
+       * np.exp(1j * np.random.default_rng(1).uniform(0, np.pi, half))).tolist() + roots.conj().tolist()).real
+       for half in (2, 8, 16, 32)},
+}  # fmt: skip
+HARD_FIELDS = {"rtf_constraint": None, "rtf_num_denominators": None, "max_position_embeddings": 96}
+
+
+def hard_operator(name: str, causal: bool):
+    """An operator with one of these denominators in all channels, and its impulse responses, `(D, T)`."""
+    denominator = HARD[name][1:]
+    operator = random_operator("rtf", causal, **HARD_FIELDS, rtf_state_size=len(denominator))
+    series = signal.lfilter([1.0], [1.0, *denominator], np.eye(1, 2**16)[0])
+    with torch.no_grad():
+        operator.denominator.copy_(torch.from_numpy(denominator))
+        operator.numerator.div_(np.abs(series).max())
+    return operator, np.stack([np.convolve([0, *b], series)[: 2**16] for b in operator.numerator.detach().numpy()])
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_stable_filters_are_those_of_the_recursion(name):
+    """The series at any length, the kernel beyond the trained length in both directions, and decoding, not refused."""
+    denominator = torch.from_numpy(HARD[name][None, 1:])
+    expected = torch.from_numpy(signal.lfilter([1.0], HARD[name], np.eye(1, 2**16)[0]))[None]
+    for length in (1, 63, 512, 1024, 2**16):
+        assert relative_error(reciprocal_series(denominator, length), expected[:, :length]) < 3e-6
+    for causal in (True, False):
+        operator, responses = hard_operator(name, causal)
+        kernel, half = operator.coefficients(1100).detach(), len(responses) if causal else len(responses) // 2
+        folded = torch.from_numpy(np.stack([responses[:, lag::96].sum(1) for lag in range(1100)], 1))  # by the samples
+        assert relative_error(kernel[:, -1099:], folded[:half, 1:]) < 1e-4
+        if not causal:
+            assert relative_error(kernel[:, :1098].flip(1), folded[half:, 1:-1]) < 1e-4
+    operator, _ = hard_operator(name, True)
+    v, layer = random_input(1, 1105, operator.channels), TnnCacheLayer()
+    found = torch.cat([advance(layer, part, operator) for part in v.split([1000, 100, *[1] * 5], dim=1)], dim=1)
+    assert relative_error(found, operator(v)) < 1e-4
+    with torch.no_grad():
+        assert find_unstable(nn.ModuleList([operator])) == []
+
+
+@pytest.mark.parametrize("order, length", [(1, 1), (3, 2), (5, 9)])
+def test_derivatives_of_the_recursion(order, length, monkeypatch):
+    monkeypatch.setattr(tno_rtf, "MANY_STEPS", 4)
+    inputs = (random(2, order) / order, random(2, length, 3))
+    compare_derivatives((tno_rtf.all_pole, tno_rtf.solve_recursion), inputs)
+    batched = torch.vmap(tno_rtf.all_pole, in_dims=(None, 0))(inputs[0], torch.stack([inputs[1], inputs[1] + 1]))
+    torch.testing.assert_close(batched[1], tno_rtf.all_pole(inputs[0], inputs[1] + 1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_kernel_that_would_drown_the_first_outputs_is_refused(causal):
+    """Beyond the trained length, and only where poles are outside the circle."""
+    operator = random_operator("rtf", causal, **HARD_FIELDS, rtf_state_size=2)
+    with torch.no_grad():
+        operator.denominator.copy_(denominator_of(1.05 * np.exp(0.4j)))
+    v = random_input(1, 400, operator.channels).float()
+    assert relative_error(operator.float()(v[:, :150])[:, :96], operator(v[:, :96])) < 1e-4 or not causal
+    with pytest.raises(
+        DivergenceError, match="a pole of radius 1.05.* beyond the trained length. Read at most 96 tokens"
+    ):
+        operator(v)
 
 
 @given(st.integers(1, 24), st.floats(0.2, 3.0), st.floats(0.5, 1.5), seeds)

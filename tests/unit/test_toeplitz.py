@@ -46,6 +46,26 @@ def test_dense_matrix_is_scipys():
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("growth", [1.01, 1.05, 1.3])
+def test_rising_kernels_keep_the_digits_of_the_first_outputs(growth, way):
+    """A transform rounds by the largest tap: in float32, 0.01 to all digits would depend on the length."""
+    kernel = (random(3, 300).detach().clamp(min=-2) * growth ** torch.arange(300)).float().requires_grad_()
+    v = random(2, 300, 3).float().detach().requires_grad_()
+    whole, start = (causal_toeplitz_matmul(v[:, :length], kernel, way) for length in (300, 40))
+    assert relative_error(whole[:, :40], start) < 1e-5
+    assert relative_error(whole, dense_product(v.double(), kernel.double())) < 1e-6
+    lags = torch.cat([kernel.flip(1)[:, :-1], kernel], dim=1)
+    middle, expected = toeplitz_matmul(v, lags, way)[:, 149:151], dense_product(v.double(), lags.double(), 299)
+    assert relative_error(middle, expected[:, 149:151]) < 1e-5
+    for found, wanted in zip(
+        torch.autograd.grad(whole[:, :40].sum(), [v, kernel]),
+        torch.autograd.grad(start.sum(), [v, kernel]),
+        strict=True,
+    ):
+        assert relative_error(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_lags_that_are_missing_are_zero_and_lags_beyond_the_sequence_unused(way):
     """In values and gradients."""
     for length in (1, 3, 64, 100):
