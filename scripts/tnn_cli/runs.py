@@ -163,7 +163,7 @@ def verify_checksums(folder: Path):
             raise ValueError(f"{path} {what}. {ADVICE}")
     for path in sorted(folder.rglob("*")):
         if path.suffix in READ and path != named and path.relative_to(folder).as_posix() not in expected:
-            raise ValueError(f"{named} is damaged: it must name each file that is read, got no {path.name}. {ADVICE}")
+            raise ValueError(f"{named} is damaged: it does not name {path.name}. {ADVICE}")
     read_object(state)
 
 
