@@ -79,6 +79,9 @@ class Checks:
         self.names = {*LOCAL, host} if key is None and host in LOCAL else None
 
     async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
         async def counted(message):
             if message["type"] == "http.response.start":
                 route = scope.get("route")  # not the path, of which anybody could make as many as they like

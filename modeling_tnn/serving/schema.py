@@ -150,7 +150,6 @@ class CompletionBody(Body):
     prompt: Annotated[list, PlainValidator(partial(as_texts, PROMPTS))]
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
-    # false asks for nothing.
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         None, ge=0, le=LIKELIEST
     )
@@ -203,17 +202,10 @@ class ChatBody(Body):
     top_logprobs: int = Field(0, ge=0, le=LIKELIEST)
     echo: ClassVar[bool] = False
 
-    @model_validator(mode="after")
-    def needs_logprobs(self):
-        """Refuse likeliest tokens whose logarithms are not asked for."""
-        if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "`{name}` needs `logprobs`: true", {"name": "top_logprobs"})
-        return self
-
     @property
     def likeliest(self) -> int | None:
         """How many likeliest tokens are told with each; None for no logarithms of probabilities."""
-        return self.top_logprobs if self.logprobs else None
+        return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
     def most_tokens(self) -> int | None:
         """The most new tokens of an answer; None for as many as the server allows."""

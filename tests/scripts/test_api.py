@@ -137,8 +137,9 @@ def test_a_chat(chat, service, written):
 
 
 def test_an_end_of_the_text(complete, service, monkeypatch):
-    """The token that ends a text is not in it."""
+    """The token that ends a text is not in it. A temperature near 0 is greedy."""
     model, ids = service.engine.scheduler.model, service.tokenizer(PROMPT)["input_ids"]
+    assert complete(temperature=1e-40).choices[0].text == complete().choices[0].text
     third = model.generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)[0, len(ids) + 2].item()
     monkeypatch.setattr(model.generation_config, "eos_token_id", third)
     done = complete()
