@@ -811,6 +811,10 @@ class TnnForAudioClassification(TnnForSequenceClassification):
         super().__init__(config)
         self.loss_type = "ForSequenceClassification"
 
+    def freeze_feature_encoder(self):
+        """Leave the map of the samples as it is in training, as `run_audio_classification.py` of transformers asks."""
+        self.get_input_embeddings().requires_grad_(False)
+
     def forward(
         self,
         input_values: torch.Tensor | None = None,

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from signal import SIGINT
 
+from tnn_cli.threads import limit_threads
+
 # transformers imports torchao if it is installed. torchao warns that it lacks code for other devices, and PyTorch that
 # torchao uses deprecated functions. Neither concerns the program.
 for _imported in ("torchao", "torch.utils._pytree"):
@@ -78,6 +80,7 @@ def importing(extra: str | None = None) -> Iterator[None]:
     """
     sys.stderr.writelines(f"{notice}\n" for notice in dict.fromkeys(NOTICES))
     NOTICES.clear()
+    limit_threads()
     # Ctrl-C is ignored in what a shell runs in the background, and another thread cannot change that.
     in_main_thread = threading.current_thread() is threading.main_thread()
     replaced = signal.getsignal(SIGINT) is signal.default_int_handler and in_main_thread

@@ -1,6 +1,8 @@
 """What each program promises: a class for every command of `tnn`; and one vocabulary over all programs."""
 
 import json
+import math
+import os
 import signal
 import sys
 import time
@@ -23,6 +25,7 @@ from helpers.scripts import ROOT, program, run, run_script, wait_until, words, w
 from modeling_tnn.data.lra import TASKS
 from modeling_tnn.training import run_image_classification, run_lra
 from modeling_tnn.training.pretrain import build_config
+from tnn_cli import threads
 from tnn_cli.commands import COMMANDS
 from tnn_cli.declared import training_options
 from tnn_cli.model_path import find_recipe
@@ -429,6 +432,30 @@ def test_mistakes_of_a_program_are_seen():
     with pytest.raises(SystemExit, match="^error: A library failed with a file .* tokenizer.json: called") as left:
         report_errors(Mock(side_effect=panic, __name__="main"))()
     assert left.value.code == 2
+
+
+def test_threads_keep_to_the_cpus_of_a_container(tmp_path, monkeypatch, capsys):
+    """The least limit of the group of this process and those above it, unless the user has set the threads."""
+    for folder, limit in (("a", "250000 100000"), ("a/b", "max 100000"), ("other", "50000 100000")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "cpu.max").write_text(f"{limit}\n")
+    groups = tmp_path / "cgroup"
+    for path, cpus in (("0::/a/b", 2.5), ("0::/", math.inf), ("9:name=systemd:/other", math.inf)):
+        groups.write_text(f"{path}\n")
+        assert threads.cpu_quota(tmp_path, groups) == cpus, path
+    assert threads.cpu_quota(tmp_path, tmp_path / "none") == math.inf
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and back to what it was at the end
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    cases = ((2.5, 0.1, None, "2"), (0.5, 99, None, "1"), (math.inf, 17, None, "8"), (2, 99, "5", "5"))
+    for quota, load, given, expected in cases:
+        monkeypatch.setattr(threads, "cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0, 0))
+        monkeypatch.setenv("OMP_NUM_THREADS", given) if given else monkeypatch.delenv("OMP_NUM_THREADS", False)
+        threads.limit_threads()
+        assert os.environ["OMP_NUM_THREADS"] == expected
+        assert ("OMP_NUM_THREADS=1 is faster than 8 threads" in capsys.readouterr().err) == (load == 17)
 
 
 def test_ctrl_c_in_a_destructor(monkeypatch):

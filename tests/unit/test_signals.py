@@ -361,6 +361,9 @@ def test_audio(tmp_path):
     extractor.save_pretrained(tmp_path)
     assert isinstance(AutoFeatureExtractor.from_pretrained(tmp_path), Wav2Vec2FeatureExtractor)
     assert isinstance(AutoModelForAudioClassification.from_pretrained(tmp_path), TnnForAudioClassification)
+    model.freeze_feature_encoder()  # `run_audio_classification.py` of transformers does, unless told not to
+    fixed = {name for name, part in model.named_parameters() if not part.requires_grad}
+    assert fixed == {"model.embed_values.projection.weight", "model.embed_values.projection.bias"}
     classify = pipeline("audio-classification", model=str(tmp_path))
     for index in range(6):
         assert classify(tone(index))[0]["label"] == ("low", "high")[index % 2]
