@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from tnn_cli.model_path import check_path
 from tnn_cli.text_files import builder_of
 
-from .text import is_text, load_file
+from .text import is_text, load_file, load_folder
 
 # The columns that hold text.
 TASKS = {
@@ -139,7 +139,7 @@ def load_set(
     """
     check_path(name, "--dataset_name")
     chosen = task if task in get_dataset_config_names(name) else None
-    splits = load_dataset(name, chosen)
+    splits = load_folder(name, chosen)
     if "train" not in splits:
         raise ValueError(f"{name} must have the split train, got {', '.join(splits)}")
     if task != chosen:

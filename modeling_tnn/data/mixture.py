@@ -10,13 +10,12 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
-from datasets import IterableDataset, load_dataset
+from datasets import IterableDataset
 from datasets.exceptions import DatasetsError
 
-from tnn_cli.model_path import check_path
-from tnn_cli.text_files import looks_like_file
+from tnn_cli.text_files import DAMAGED, looks_like_file
 
-from .text import load_file
+from .text import load_file, load_folder
 
 # Lines of a text file that stay together, and draws between sources with one random generator.
 LINES, DRAWS = 100, 1000
@@ -30,8 +29,7 @@ def open_source(name: str, config_name: str | None = None) -> dict[str, Iterable
     """The splits of a local file, a folder or a data set on the Hub, to be read as streams."""
     if looks_like_file(name):
         return {"train": load_file(name, streaming=True)}
-    check_path(name, "--dataset_name")
-    splits = load_dataset(name, config_name, streaming=True)
+    splits = load_folder(name, config_name, streaming=True)
     if "train" not in splits:
         raise ValueError(f"{name} must have a train split, got {', '.join(splits)}")
     return splits
@@ -113,11 +111,18 @@ class Mixture:
     def texts_of(self, rows: IterableDataset) -> Iterator[list[str]]:
         """The texts of each row."""
         # Not `for row in rows`: in a worker of a loader, that would be a part of the rows.
-        for batch in rows.iter(batch_size=1):
+        kinds, batches = str if rows.builder_name == "json" else str | None, rows.iter(batch_size=1)
+        while (batch := self._next(batches)) is not None:
             texts = batch[self.text_column][0] if self.documents == "lines" else batch[self.text_column]
-            if wrong := [text for text in texts if not isinstance(text, str | None)]:
+            if wrong := [text for text in texts if not isinstance(text, kinds)]:
                 raise ValueError(f"--text_column must be a column of text, got {self.text_column} with {wrong[0]!r}")
             yield [text or "" for text in texts]
+
+    def _next(self, batches: Iterator[dict]) -> dict | None:
+        try:
+            return next(batches, None)
+        except (*DAMAGED, ValueError, RecursionError) as error:
+            raise ValueError(f"The text of {', '.join(self.names)} cannot be read: {error}") from error
 
     def first_texts(self) -> IterableDataset:
         """The first texts of all sources, on which a tokenizer is trained."""
@@ -141,7 +146,7 @@ class Mixture:
     def _check(self, name: str, source: IterableDataset):
         try:
             row = next(iter(source.take(1)))
-        except (DatasetsError, ValueError, StopIteration) as error:
+        except (DatasetsError, *DAMAGED, ValueError, StopIteration) as error:
             raise ValueError(f"{name} has no rows that can be read: {error.__cause__ or error}") from error
         if self.text_column not in row:
             found = ", ".join(row)

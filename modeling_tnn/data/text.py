@@ -14,7 +14,9 @@ integer: a resumed run, or one with another number of processes, sees the same e
 """
 
 import glob
+import hashlib
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -36,7 +38,15 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tnn_cli.model_path import check_path
-from tnn_cli.text_files import ENCODING, builder_of, check_file, looks_like_file
+from tnn_cli.text_files import (
+    BUILDERS,
+    CHECKED_OF_STREAM,
+    ENCODING,
+    builder_of,
+    check_file,
+    looks_like_file,
+    suffix_of,
+)
 
 logger = logging.getLogger("data")
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -82,8 +92,7 @@ def load_corpus(
     elif looks_like_file(source):
         corpus = DatasetDict(train=load_file(source))
     else:
-        check_path(source, "--dataset_name")
-        corpus = load_dataset(source, config_name)
+        corpus = load_folder(source, config_name)
     if validation_file is not None:
         corpus["validation"] = load_file(validation_file)
     splits = [split for split in ("train", "validation") if split in corpus]
@@ -102,14 +111,16 @@ def load_texts(
     """A split of a data set, or a whole local file, with the columns and errors of `load_corpus`."""
     if looks_like_file(source):
         return _texts(load_file(source), split, text_column, documents)
-    check_path(source, "--dataset_name")
-    return _texts(load_dataset(source, config_name, split=split), split, text_column, documents)
+    return _texts(load_folder(source, config_name, split=split), split, text_column, documents)
 
 
 def load_file(file: str, **options) -> Dataset:
     """The rows of a local file, by `options` of `load_dataset`; a ValueError if they cannot be read."""
-    check_file(file, whole=not options.get("streaming"))
-    builder = builder_of(file)
+    streaming, builder = options.get("streaming"), builder_of(file)
+    check_file(file, most=CHECKED_OF_STREAM if streaming else math.inf)
+    if not streaming:  # the cache knows a file by its name and time, which may be those of its last content
+        with open(file, "rb") as content:
+            options["name"] = hashlib.file_digest(content, "md5").hexdigest()
     if builder == "text":  # the byte order mark would be a character
         options["encoding"] = ENCODING
     if builder == "csv":
@@ -118,6 +129,16 @@ def load_file(file: str, **options) -> Dataset:
         return load_dataset(builder, data_files=glob.escape(file), split="train", **options)
     except (DatasetsError, ValueError) as error:
         raise ValueError(f"The file {file} has no rows that can be read: {error.__cause__ or error}") from error
+
+
+def load_folder(source: str, config_name: str | None = None, **options) -> DatasetDict | Dataset:
+    """A data set on the Hub, or a local folder, whose files are checked as those of `load_file`."""
+    check_path(source, "--dataset_name")
+    files = [file for file in Path(source).rglob("*") if suffix_of(file.name) in BUILDERS]
+    for file in files:
+        check_file(str(file), most=CHECKED_OF_STREAM if options.get("streaming") else math.inf)
+    of_tables = files and all(builder_of(str(file)) == "csv" for file in files)
+    return load_dataset(source, config_name, **(NA_IS_TEXT if of_tables else {}), **options)
 
 
 def document_ends(rows: Dataset, text_column: str, documents: str | None = None) -> np.ndarray:
@@ -266,6 +287,10 @@ def _texts(rows: Dataset, split: str, column: str, documents: str | None) -> Dat
         kind = rows.features[column]
         raise ValueError(f"--text_column must be a column of text, got {column} of {kind} in the {split} split")
     if rows.data.column(column).null_count:  # an empty cell of a table
+        if rows.builder_name == "json":
+            raise ValueError(
+                f"Row {rows[column][:].index(None) + 1} of the {split} split must have {column}, got none"
+            )
         rows = rows.map(lambda batch: {column: [text or "" for text in batch[column]]}, batched=True)
     ends, texts = document_ends(rows, column, documents), rows.select_columns(column)
     return (texts if column == "text" else texts.rename_column(column, "text")).add_column("ends", ends)

@@ -102,7 +102,7 @@ def check_before_start(args: PretrainArguments):
         ValueError: a file or the checkpoint is missing, empty or damaged, or the output folder holds another run.
     """
     for file in filter(None, (args.train_file, args.validation_file)):
-        check_file(file, whole=not args.streaming and not is_fasta(file))
+        check_file(file, whole=False)
     output_dir = Path(args.output_dir)
     resumed = find_checkpoint(output_dir, args.resume_from_checkpoint)
     args.resume_from_checkpoint = None if resumed is None else str(resumed)

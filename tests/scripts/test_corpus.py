@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 from datasets import Dataset
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
-from modeling_tnn.data.mixture import open_source
+from modeling_tnn.data.mixture import Mixture, open_source
 from modeling_tnn.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
 from tnn_cli.text_files import read_lines, read_lines_of
 
@@ -121,6 +122,7 @@ def test_tables_suffixes_and_folders(tmp_path):
     rows = "".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES).encode()
     lines = "".join(f"{sentence}\n" for sentence in SENTENCES).encode()
     for name, content in {"rows.csv": b"text,stars\none,1\n,2\nthree,3\n", "rows.tsv": b"text\tlabel\nx\t1\n",
+                          "rows.fastq": b"@a\nACGT\n",
                           "line.txt": b"one line alone", "ROWS.JSONL": rows, "rows.jsonl.gz": gzip.compress(rows),
                           "lines.txt.gz": gzip.compress(lines)}.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
@@ -140,12 +142,65 @@ def test_tables_suffixes_and_folders(tmp_path):
     assert load_corpus(str(folder / "train.parquet"))["train"]["text"] == ["train 0", "train 1"]
     for name, options, message in (
         ("rows.csv", {"text_column": "stars"}, r"--text_column must be a column of text, got stars of .*int64"),
+        ("rows.fastq", {}, r"Sequences must be FASTA files, got .*rows.fastq"),
         ("rows.tsv", {}, r"Tables must be .csv, .json, .jsonl or .parquet files, got .*rows.tsv"),
         ("line.txt", {}, "at least two rows unless --validation_file is given, got one"),
         ("folder", {"text_column": "sentence"}, "--text_column must be .* text, id, got sentence"),
     ):
         with pytest.raises(ValueError, match=message):
             load_corpus(str(tmp_path / name), **options)
+
+
+DEEP = '{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+LINES = "".join(f"{number**9} a\n" for number in range(2000)).encode()
+
+
+@pytest.mark.parametrize("way", ["file", "folder", "stream"])
+@pytest.mark.parametrize("name, content, message", [
+    ("a.csv", "text\nIn the beginning, God created\n", "Line 2 of .*a.csv must .* got 2 fields, .* has 1"),
+    ("a.csv", "id,text\n1,hello,world\n", "Line 2 of .*a.csv .* got 3 fields, .* has 2"),
+    ("a.csv", "id,text\n1,hello\n\n2\n", "Line 4 of .*a.csv .* got 1 fields, .* has 2"),
+    ("a.csv", "\ufefftext,text\na,b\n", "Line 1 of .*a.csv .* got two columns with the name 'text'"),
+    ("a.csv", 'text,id\n"a\nb",1\n"c,2\nd,3\n', "Line 4 of .*a.csv .* got unexpected end"),
+    ("a.csv", 'text\n"Yes" he said\n', "Line 2 of .*a.csv .* got ',' expected"),
+    ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "Row 2 of .* must have text, got none|got text with None"),
+    ("a.jsonl", f'{{"text": "]]"}}\n{DEEP}\n', "Line 2 of .*a.jsonl must have JSON of at most 60 levels"),
+    ("a.json", DEEP.replace("[", "[\n"), "Line 60 of .*a.json must have JSON of at most 60 levels"),
+    ("a.txt.gz", gzip.compress(LINES)[:-900], "a.txt.gz is not text in UTF-8: Compressed file ended"),
+    ("a.txt.gz", gzip.compress(b"\0" * 2**26 + LINES), "a.txt.gz must be at most 200 times as large"),
+], ids=range(11))  # fmt: skip
+def test_text_is_not_lost_without_a_word(way, name, content, message, tmp_path):
+    """Nor the process."""
+    file = tmp_path / "texts" / name
+    file.parent.mkdir()
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        if way == "stream":
+            mixed = Mixture([name], [open_source(str(file))["train"]])
+            list(mixed.texts_of(mixed.rows_of(0, 0)))
+        else:
+            load_texts(str(file if way == "file" else file.parent), split="train")
+
+
+def test_a_stream_is_damaged_beyond_what_is_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr("modeling_tnn.data.text.CHECKED_OF_STREAM", 1000)
+    for name, content in {
+        "a.txt.gz": gzip.compress(LINES * 400)[:-900],
+        "a.csv": b"text\n" + b"a\n" * 20_000 + b"b,c\n",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}.*(cannot be read|has no rows that can be read): "):
+            mixed = Mixture([name], [open_source(str(tmp_path / name))["train"]])
+            list(mixed.texts_of(mixed.rows_of(0, 0)))
+
+
+def test_a_file_that_is_changed_in_place(tmp_path):
+    """With the size and the time that it had."""
+    file = tmp_path / "a.txt"
+    for text in ("one", "two"):
+        file.write_text(text)
+        os.utime(file, (1, 1))
+        assert load_texts(str(file))["text"][:] == [text]
 
 
 @pytest.mark.parametrize("kind", ["prompts", "gzip", "input", "text", "stream", "csv", "jsonl"])
