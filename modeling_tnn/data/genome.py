@@ -10,10 +10,10 @@ whose letters are never predicted are left out.
 N windows, L = `block_size`.
 """
 
-import gzip
 import logging
 import zlib
 from collections.abc import Sequence
+from itertools import chain
 
 from tnn_cli.errors import importing
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tnn_cli.text_files import check_file, open_text, read_lines_of
+from tnn_cli.text_files import DAMAGED, check_file, open_text, read_lines_of
 
 from ..tools.dna import NUCLEOTIDES, nucleotide_ids
 from .text import VALIDATION_SHARE, BlockStream, as_example, enclosing_tokens, random_generator
@@ -31,6 +31,8 @@ COMPLEMENT = np.frombuffer(bytes.maketrans(b"ACGTUacgtu", b"TGCAAtgcaa"), dtype=
 # Of the fourth column of a BED file.
 SPLITS = {"train": "train", "valid": "validation", "validation": "validation", "test": "test"}
 IGNORED = -100
+# Letters of each sequence by which a file of proteins is known.
+SAMPLE = 10_000
 # A contig, the first letter, the letter after the last one, and the split or None; a window has no end.
 Region = tuple[str, int, int, str | None]
 Window = tuple[str, int, str | None]
@@ -40,7 +42,7 @@ def read_fasta(file: str) -> dict[str, np.ndarray]:
     """Return the letters of each sequence of a FASTA file, also below .gz or .bgz, as bytes `(length,)` by its name.
 
     Raises:
-        ValueError: the file is missing or damaged, has no sequences, or has two of one name.
+        ValueError: the file is missing or damaged, has no sequences, has two of one name, or proteins.
         ImportError: Biopython is not installed.
     """
     check_file(file, whole=False)
@@ -49,15 +51,23 @@ def read_fasta(file: str) -> dict[str, np.ndarray]:
     genome: dict[str, np.ndarray] = {}
     try:
         with open_text(file) as lines:
-            for title, letters in SimpleFastaParser(lines):
+            first = next(filter(str.strip, lines), ">")
+            if not first.startswith(">"):
+                raise ValueError(f"it must begin with `>` and a name, got {first[:40]!r}")
+            for title, letters in SimpleFastaParser(chain([first], lines)):
                 name = (title.split() or [""])[0]
                 if name in genome:
                     raise ValueError(f"it has two sequences with the name {name!r}")
                 genome[name] = np.frombuffer(letters.encode("ascii"), dtype=np.uint8)
-    except (ValueError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (ValueError, *DAMAGED) as error:
         raise ValueError(f"The file {file} cannot be read as FASTA: {error}") from error
-    if not sum(map(len, genome.values())):
-        raise ValueError(f"The file {file} must have sequences in FASTA, got none")
+    if empty := [name for name, letters in genome.items() if not len(letters)]:
+        if len(empty) == len(genome):
+            raise ValueError(f"The file {file} must have sequences in FASTA, got none")
+        logger.info("%d sequences of %s have no letters: %s", len(empty), file, ", ".join(empty[:9]))
+    some = np.concatenate([letters[:SAMPLE] for letters in genome.values()])
+    if (share := np.isin(some, list(b"ACGTUNacgtun")).mean()) < 0.5:
+        raise ValueError(f"Most letters of {file} must be A, C, G, T or N, got {share:.0%}: is it a file of proteins?")
     return genome
 
 
@@ -65,22 +75,34 @@ def read_regions(file: str, genome: dict[str, np.ndarray]) -> list[Region]:
     """Return the regions of a BED file. A fourth column of train, valid or test is their split, any other is a name.
 
     Raises:
-        ValueError: a line is no region of the genome.
+        ValueError: a line is no region of the genome, or has no split where others have one.
     """
-    regions = []
+    regions, names = [], {}
     for number, line in enumerate(read_lines_of(file), 1):
         contig, *rest = line.split("\t") if "\t" in line else line.split() or [""]
-        if not contig or contig.startswith(("#", "track", "browser")):
+        if not line.strip() or line.startswith("#") or line.split()[0] in ("track", "browser"):
             continue
-        length = len(genome.get(contig, ()))
         try:
             start, end = map(int, rest[:2])
         except ValueError as error:
             raise ValueError(f"Line {number} of {file} must be `contig start end`, got {line!r}") from error
+        if contig not in genome:
+            raise ValueError(f"Line {number} of {file} must be in a contig of {some_of(genome)}, got {line!r}")
+        length = len(genome[contig])
         if not 0 <= start < end <= length:
             raise ValueError(f"Line {number} of {file} must be in {contig} with {length} letters, got {line!r}")
-        regions.append((contig, start, end, SPLITS.get(rest[2].strip()) if len(rest) > 2 else None))
+        split = SPLITS.get(rest[2].strip().lower()) if len(rest) > 2 else None
+        regions.append((contig, start, end, split))
+        names.setdefault(split, (number, line))
+    if len(names) > 1 and None in names:
+        number, line = names[None]
+        raise ValueError(f"Line {number} of {file} must be train, valid or test, as other lines are, got {line!r}")
     return regions
+
+
+def some_of(genome: dict[str, np.ndarray]) -> str:
+    """Return the names of the first contigs, for messages."""
+    return "the genome, " + ", ".join(list(genome)[:3]) + (", ..." if len(genome) > 3 else "")
 
 
 def window_starts(start: int, end: int, length: int, size: int) -> range:
@@ -122,12 +144,14 @@ def split_windows(windows: list[Window], contigs: Sequence[str] = ()) -> tuple[l
     """Return the windows of training and of validation: by their split, by `contigs` of validation, or the last 5%.
 
     Raises:
-        ValueError: a contig has no window.
+        ValueError: a contig has no window, or `contigs` are given although the windows have splits.
     """
     if unknown := set(contigs) - {contig for contig, *_ in windows}:
         named = ", ".join(sorted(unknown))
         raise ValueError(f"--validation_contigs must be contigs of at least a window, got {named}")
     splits = [split for *_, split in windows]
+    if contigs and any(splits):
+        raise ValueError(f"--validation_contigs must be absent with regions of train, valid and test, got {contigs}")
     if contigs:
         splits = ["validation" if contig in contigs else "train" for contig, *_ in windows]
     elif not any(splits):
@@ -220,6 +244,7 @@ def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[Geno
     if args.validation_file is None:
         windows, validation = split_windows(windows, args.validation_contigs)
     else:
+        windows = [window for window in windows if window[2] in (None, "train")]
         validation = windows_of(held, whole(held), size)
     weight = args.soft_masked_weight
     train = GenomeStream(

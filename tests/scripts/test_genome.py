@@ -23,6 +23,7 @@ from modeling_tnn.data.genome import (
     windows_of,
 )
 from modeling_tnn.tools.dna import dna_tokenizer, reverse_complement
+from tnn_cli.text_files import is_fasta
 
 bgzf = pytest.importorskip("Bio.bgzf")
 DRAWN = np.random.default_rng(0).choice(list("ACGT"), 3000)
@@ -43,16 +44,27 @@ def stream(contigs: dict[str, str], size: int, **options) -> GenomeStream:
     return GenomeStream(genome, windows, dna_tokenizer(), size, **{"masked": False, "shuffle": False} | options)
 
 
-def test_files(tmp_path):
-    """The same letters from a plain file, one of gzip and one of bgzip, in upper and lower case."""
+def test_files(tmp_path, caplog):
+    """The same letters from a plain file, one of gzip and one of bgzip, in both cases, by suffix or content."""
     contigs = CONTIGS | {"three": "acgtNNRY"}
-    for name, opened in (("a.fa", open), ("b.fasta.gz", gzip.open), ("c.fna.bgz", bgzf.open)):
+    for name, opened in (("a.fa", open), ("b.fasta.gz", gzip.open), ("c.FFN.bgz", bgzf.open), ("d.fas", open),
+                         ("e.txt", open), ("f.dat.gz", gzip.open), ("g", open)):  # fmt: skip
+        assert name[0] in "efg" or is_fasta(name)
+        assert is_fasta(str(write_fasta(tmp_path / name, contigs, opened)))
         genome = read_fasta(str(write_fasta(tmp_path / name, contigs, opened)))
         assert {name: letters.tobytes().decode() for name, letters in genome.items()} == contigs
+    for text in ("> To be, or not\nto be, that is\n", ">a\n>b\n", "ACGT\n", "\n"):
+        (tmp_path / "h.txt").write_text(text)
+        assert not is_fasta(str(tmp_path / "h.txt"))
+    write_fasta(tmp_path / "i.fa", {"empty": "", "a": "ACGT"})
+    with caplog.at_level("INFO"):
+        assert len(read_fasta(str(tmp_path / "i.fa"))["a"]) == 4 and "have no letters: empty" in caplog.text
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"no sequence\n", "must have sequences in FASTA, got none"),
+    (b"\n", "must have sequences in FASTA, got none"),
+    (b"ACGT\n>a\nAC\n", "must begin with `>` and a name, got 'ACGT"),
+    (b">a\nMKVLAAGIVGLLLAQWERTY\n", "Most letters of .*a.fa must be A, C, G, T or N, got 30%: is it .* proteins"),
     (b">a\n>b\n", "must have sequences in FASTA, got none"),
     (b">a\nAC\n>a x\nGT\n", "cannot be read as FASTA: it has two sequences with the name 'a'"),
     (b">a\nA\xff\n", "cannot be read as FASTA: 'utf-8' codec"),
@@ -88,16 +100,21 @@ def test_regions_and_splits(tmp_path):
     lines = [
         "# a comment",
         "track x",
-        "one\t100\t103\ttrain",
+        "one\t100\t103\tTRAIN",
         "one\t0\t4\tvalid",
         "two\t2000\t2003\ttest",
-        "two\t7\t40",
+        "two\t7\t40\ttrain",
     ]
     (tmp_path / "a.bed").write_text("\n".join([*lines, ""]))
     found = windows_of(genome, read_regions(str(tmp_path / "a.bed"), genome), 10)
     starts = [("one", 96), ("one", 0), ("two", 1993), ("two", 7), ("two", 17), ("two", 27)]
     assert [window[:2] for window in found] == starts
-    assert [[window[:2] for window in part] for part in split_windows(found)] == [starts[:1], starts[1:2]]
+    assert [[window[:2] for window in part] for part in split_windows(found)] == [
+        [starts[0], *starts[3:]],
+        starts[1:2],
+    ]
+    with pytest.raises(ValueError, match="--validation_contigs must be absent with regions of train, valid and test"):
+        split_windows(found, ["two"])
     windows = windows_of(genome, whole(genome), 10)
     train, validation = split_windows(windows, ["two"])
     assert {contig for contig, *_ in train} == {"one"} and {contig for contig, *_ in validation} == {"two"}
@@ -105,8 +122,9 @@ def test_regions_and_splits(tmp_path):
     assert train + validation == windows and len(validation) == round(0.05 * len(windows))
     assert not windows_of({"one": genome["one"][:9]}, [("one", 0, 9, None)], 10)
     for line, message in (("one\t5", "`contig start end`, got 'one"), ("one 5 998", "in one with 997 letters"),
-                          ("six 5 6", "in six with 0 letters"), ("one 6 6", "in one with 997")):  # fmt: skip
-        (tmp_path / "bad.bed").write_text(f"{line}\n")
+                          ("six 5 6", "in a contig of the genome, one, two, got"), ("one 6 6", "in one with 997"),
+                          ("one 6 9 trian", "train, valid or test, "), ("tracks 5 6", "in a contig")):  # fmt: skip
+        (tmp_path / "bad.bed").write_text(f"{line}\none 0 9 valid\n")
         with pytest.raises(ValueError, match=f"Line 1 of .*bad.bed must be .*{message}"):
             read_regions(str(tmp_path / "bad.bed"), genome)
 
@@ -173,6 +191,10 @@ def test_validation_draws_no_letters(weight, tmp_path):
     )  # fmt: skip
     _, validation = build_genome_streams(args, dna_tokenizer())
     assert (validation[0]["labels"] != -100).tolist() == [weight == 1] * 8 + [True] * 12
+    (tmp_path / "a.bed").write_text("one 0 20 test\ntwo 0 20 train\n")  # a test is not trained on, whatever validates
+    args.validation_file, args.regions, args.validation_contigs = args.train_file, str(tmp_path / "a.bed"), []
+    train, validation = build_genome_streams(args, dna_tokenizer())
+    assert train.blocks == [("two", 0, "train")] and len(validation) == 2
 
 
 def test_a_run(tmp_path, monkeypatch):
