@@ -6,6 +6,8 @@
 B windows, L length, V vocabulary, N variants.
 """
 
+import logging
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -18,7 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tnn_cli.text_files import read_lines_of
 
 from ..tools.dna import nucleotide_ids
-from .genome import COMPLEMENT
+from .genome import COMPLEMENT, some_of
+
+logger = logging.getLogger("data")
 
 
 class Variant(NamedTuple):
@@ -47,30 +51,39 @@ class Window(NamedTuple):
 def read_variants(file: str) -> list[Variant]:
     """Return the variants of a VCF file, also below .gz; a row with several alternatives is several variants.
 
+    Those without letters, such as `.`, `*`, `<DEL>` and breakends, are left out; a message says how many.
+
     Raises:
-        ValueError: a line is no variant, or one without letters such as `<DEL>`.
+        ValueError: a line is no row of VCF.
     """
     found = []
     for number, line in enumerate(read_lines_of(file), 1):
         if not line.strip() or line.startswith("#"):
             continue
         columns = line.split("\t")
-        letters = "".join(columns[3:5]).replace(",", "").upper()
-        if len(columns) < 5 or not columns[1].isdecimal() or not letters or set(letters) - set("ACGTUN"):
-            raise ValueError(f"Line {number} of {file} must be CHROM POS ID REF ALT with letters of DNA, got {line!r}")
+        if len(columns) < 5 or not columns[1].isdecimal() or not all(columns[3:5]):
+            raise ValueError(f"Line {number} of {file} must be CHROM POS ID REF ALT, got {line!r}")
         found += [Variant(columns[0], int(columns[1]), columns[3], one) for one in columns[4].split(",")]
-    return found
+    kept = [one for one in found if set(one.reference.upper() + one.alternative.upper()) <= set("ACGTUN")]
+    if left_out := len(found) - len(kept):
+        logger.info("%d of %d variants of %s are left out: they have no letters of DNA", left_out, len(found), file)
+    return kept
 
 
 def window_of(genome: dict[str, np.ndarray], variant: Variant, length: int) -> Window:
     """Return about `length` letters of the reference with the variant in the middle, fewer in a short contig.
 
     Raises:
-        ValueError: the genome has other letters there than the variant's reference, or the window has no room for it.
+        ValueError: the genome has no such contig or position, other letters there than the variant's reference, or the
+            window has no room for it.
     """
-    contig, reference = genome.get(variant.contig, np.zeros(0, dtype=np.uint8)), variant.reference.upper()
+    if variant.contig not in genome:
+        raise ValueError(f"{variant} must be in a contig of {some_of(genome)}, got {variant.contig!r}")
+    contig, reference = genome[variant.contig], variant.reference.upper()
     start, end = variant.position - 1, variant.position - 1 + len(reference)
-    present = contig[start:end].tobytes().decode().upper() if start >= 0 else ""
+    if not 0 <= start < end <= len(contig):
+        raise ValueError(f"{variant} must be from 1 to {len(contig)}, the end of {variant.contig}, got {start + 1}")
+    present = contig[start:end].tobytes().decode().upper()
     if present != reference or len(reference) >= length:
         raise ValueError(
             f"The reference of {variant} must be what the genome has there, and shorter than {length}, got {present!r}"
@@ -128,12 +141,23 @@ def masked_ratio(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, win
     return (scores.gather(1, alternative[:, None]) - scores.gather(1, reference[:, None])).sum().item()
 
 
+def longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Return the number of letters that a model reads at once."""
+    config, most = model.config, math.inf
+    if config.model_type != "tnn":
+        most = getattr(config, "max_position_embeddings", None) or math.inf
+    elif config.tno_type == "hyena":
+        most = config.hyena_filter_length
+    return most - (tokenizer.num_special_tokens_to_add() if "MaskedLM" in type(model).__name__ else 0)
+
+
+@torch.inference_mode()
 def score_variants(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     genome: dict[str, np.ndarray],
     variants: Sequence[Variant],
-    length: int = 1024,
+    length: int | None = None,
     batch_size: int = 8,
     both_strands: bool = False,
 ) -> torch.Tensor:
@@ -143,17 +167,23 @@ def score_variants(
         model: a causal or masked language model, in evaluation mode.
         tokenizer: has one token for each nucleotide.
         genome: the letters of each contig, from `genome.read_fasta`.
-        length (defaults to 1024): letters of a window. A causal model sees half of them before the variant; the
-            other half counts by how likely it is after each of both.
+        variants: their positions count from 1, as in VCF.
+        length (*optional*): letters of a window, unless given 1,024, or as many as the model reads. A causal model
+            sees half of them before the variant; the other half counts by how likely it is after each of both.
         batch_size (defaults to 8): windows in a forward pass of a causal model.
         both_strands: whether to return the mean of the ratios on both strands.
 
     Raises:
-        ValueError: a variant does not fit the genome (`window_of`) or a masked model (`masked_ratio`), or the
-            tokenizer is another one.
+        ValueError: a variant does not fit the genome (`window_of`) or a masked model (`masked_ratio`), the
+            tokenizer is another one, or `length` is more than the model reads.
     """
     nucleotide_ids(tokenizer)
-    windows = [window_of(genome, variant, length) for variant in variants]
+    room, strict = longest(model, tokenizer), getattr(model.config, "hyena_filter_beyond", None) == "error"
+    most = [room - max(len(one.alternative) - len(one.reference), 0) for one in variants]
+    if length is not None and strict and length > min(most, default=length):
+        raise ValueError(f"`length` must be at most {min(most)} for this model and these variants, got {length}")
+    lengths = [min(1024, one) if length is None else length for one in most]
+    windows = [window_of(genome, *one) for one in zip(variants, lengths, strict=True)]
     windows += [window.other_strand() for window in windows] if both_strands else []
     if "MaskedLM" in type(model).__name__:
         ratios = torch.tensor([masked_ratio(model, tokenizer, window) for window in windows], dtype=torch.float64)

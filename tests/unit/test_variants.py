@@ -1,5 +1,7 @@
 """Scores of variants against a computation letter by letter, and what is refused."""
 
+import gzip
+
 import numpy as np
 import pytest
 import torch
@@ -71,15 +73,53 @@ def test_a_masked_model(both):
         score_variants(model, tokenizer, GENOME, [variant(*PLACES[4])], 17)
 
 
-def test_files_and_what_is_refused(tmp_path):
-    (tmp_path / "a.vcf").write_text("##x\n#CHROM\tPOS\tID\tREF\tALT\none\t40\t.\tA\tC,GG\t.\nsix\t1\trs1\tt\tA\n")
-    expected = [Variant("one", 40, "A", "C"), Variant("one", 40, "A", "GG"), Variant("six", 1, "t", "A")]
-    assert read_variants(str(tmp_path / "a.vcf")) == expected
-    for line in ("one\t40\t.\tA\t<DEL>", "one\tx\t.\tA\tC", "one\t40\t.\tA"):
+def test_files_and_what_is_refused(tmp_path, caplog):
+    header = "##x\n#CHROM\tPOS\tID\tREF\tALT\n"
+    others = "".join(f"one\t40\t.\tA\t{one}\n" for one in (".", "*", "<DEL>", "<NON_REF>", "A[six:9[", ".C"))
+    rows = f"one\t40\t.\tA\tC,GG\t.\none\t40\t.\tA\t*,<X>,c\n{others}six\t1\trs1\tt\tA\none\t9\t.\tR\tA\n"
+    expected = [Variant("one", 40, "A", "C"), Variant("one", 40, "A", "GG"), Variant("one", 40, "A", "c")]
+    for name, opened in (("a.vcf", open), ("a.vcf.gz", gzip.open), ("a.vcf.bgz", gzip.open)):
+        with opened(tmp_path / name, "wt") as lines:
+            lines.write(header + rows)
+        with caplog.at_level("INFO"):
+            assert read_variants(str(tmp_path / name)) == [*expected, Variant("six", 1, "t", "A")]
+        assert f"9 of 13 variants of {tmp_path / name} are left out: they have no letters of DNA" in caplog.text
+    (tmp_path / "bad.vcf").write_text(header)
+    assert read_variants(str(tmp_path / "bad.vcf")) == []
+    for line in ("one 40 . A C", "one\tx\t.\tA\tC", "one\t40\t.\tA"):
         (tmp_path / "bad.vcf").write_text(f"{line}\n")
         with pytest.raises(ValueError, match="Line 1 of .*bad.vcf must be CHROM POS ID REF ALT"):
             read_variants(str(tmp_path / "bad.vcf"))
-    for wrong in (Variant("six", 1, "A", "C"), Variant("one", 0, "A", "C"), Variant("one", 47, "AC", "C"),
-                  Variant("one", 41, "T", "C"), Variant("one", 41, "GATTACA", "C")):  # fmt: skip
-        with pytest.raises(ValueError, match="must be what the genome has there, and shorter than 7, got"):
+    there = "must be what the genome has there, and shorter than 7, got"
+    for wrong, message in (
+        (Variant("1", 1, "A", "C"), "must be in a contig of the genome, one, got '1'"),
+        (Variant("one", 0, "A", "C"), "must be from 1 to 47, the end of one, got 0"),
+        (Variant("one", 47, "AC", "C"), "must be from 1 to 47, the end of one, got 47"),
+        (Variant("one", 900, "A", "C"), "must be from 1 to 47, the end of one, got 900"),
+        (Variant("one", 41, "T", "C"), there),
+        (Variant("one", 41, "GATTACA", "C"), there),
+    ):
+        with pytest.raises(ValueError, match=message):
             window_of(GENOME, wrong, 7)
+
+
+@pytest.mark.parametrize("causal, beyond, most", [(True, "error", 29), (False, "error", 30), (True, "zeros", 29)])
+def test_the_window_that_a_model_reads(causal, beyond, most):
+    """A filter of 32 with an insertion of three letters, or two tokens around; no variants have no scores."""
+    config = tiny_config(
+        vocab_size=12, causal=causal, tno_type="hyena", hyena_filter_length=32, hyena_filter_beyond=beyond
+    )
+    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, config).eval()
+    variants = [variant(*place) for place in (PLACES if causal else PLACES[:4])]
+    given = model, dna_tokenizer(), GENOME
+    for one, score in zip(variants, score_variants(*given, variants), strict=True):
+        length = 32 - 2 * (not causal) - max(len(one.alternative) - len(one.reference), 0)
+        assert score == pytest.approx(score_variants(*given, [one], length).item(), abs=1e-5)
+    assert score_variants(*given, []).shape == (0,)
+    if beyond == "zeros":
+        assert score_variants(*given, variants, 40).isfinite().all()
+    else:
+        with pytest.raises(
+            ValueError, match=f"`length` must be at most {most} for this model and these variants, got 40"
+        ):
+            score_variants(*given, variants, 40)
