@@ -84,12 +84,16 @@ def average_strands(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
             trainer.evaluate()
 
     Args:
-        model: a classifier of sequences, which is called with `input_ids` by name, as `Trainer` and pipelines do.
+        model: a classifier of sequences, which is called with `input_ids` by name, as `Trainer` and pipelines do. The
+            places of another model's outputs are not the same on both strands: its calls raise a ValueError.
     """
 
     def average(module: PreTrainedModel, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:
         if kwargs.get("input_ids") is None:
             raise ValueError("`input_ids` must be given by name for the mean of both strands, got none")
+        if output.get("logits") is None or output["logits"].dim() > 2:
+            name = type(module).__name__
+            raise ValueError(f"`model` must be a classifier of sequences for the mean of both strands, got {name}")
         other = module.forward(**kwargs | {"input_ids": reverse_complement(kwargs["input_ids"], tokenizer)})
         for name in ("logits", "loss"):
             if output.get(name) is not None:

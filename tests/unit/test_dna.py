@@ -6,7 +6,14 @@ from datasets import Dataset
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from helpers.models import seeded, tiny_config
-from modeling_tnn import TnnForSequenceClassification
+from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForMaskedLM,
+    TnnForQuestionAnswering,
+    TnnForSequenceClassification,
+    TnnForTokenClassification,
+    TnnModel,
+)
 from modeling_tnn.tools.dna import VOCABULARY, average_strands, dna_tokenizer, reverse_complement
 
 OTHER = str.maketrans("ACGT", "TGCA")
@@ -65,3 +72,13 @@ def test_the_mean_of_both_strands(tmp_path):
     assert mean.metrics["test_loss"] == pytest.approx(sum(one.metrics["test_loss"] for one in alone) / 2, rel=1e-5)
     assert not torch.allclose(expected, torch.tensor(alone[0].predictions), atol=1e-3)
     assert (trainer.predict(data(SEQUENCES)).predictions == alone[0].predictions).all()
+
+
+@pytest.mark.parametrize(
+    "cls", [TnnForCausalLM, TnnForMaskedLM, TnnForQuestionAnswering, TnnForTokenClassification, TnnModel]
+)
+def test_models_without_a_mean(cls):
+    """Their outputs are of places, which differ between the strands."""
+    model = seeded(cls, tiny_config(vocab_size=12, causal=cls is TnnForCausalLM))
+    with average_strands(model, dna_tokenizer()), pytest.raises(ValueError, match=f"sequences .*, got {cls.__name__}"):
+        model(input_ids=torch.tensor([[0, 7, 8, 1]]))
