@@ -188,8 +188,10 @@ class TextStream:
 
     def state_dict(self) -> dict:
         """The state of every part after the batches that the processes have taken. All of them have to call this."""
-        known = [self.states, *gather_object([self.states])]
-        return {"parts": [next(filter(None, states), None) for states in zip(*known, strict=True)]}
+        parts = dict(enumerate(self.states))  # those of other processes may be old, from the checkpoint of a resume
+        for own in gather_object([{part: self.states[part] for part in self.own_parts() if self.states[part]}]):
+            parts |= own
+        return {"parts": list(parts.values())}
 
     def load_state_dict(self, state: dict):
         self.states = list(state["parts"])

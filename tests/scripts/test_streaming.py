@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from helpers.models import slow
 from helpers.programs import unlike
 from helpers.scripts import SENTENCES, assert_same_weights, at_call, read, run_ranks, run_script, words, write_config
+from modeling_tnn.data import streaming
 from modeling_tnn.data.mixture import MixedRows, Mixture, open_source
 from modeling_tnn.data.streaming import TextStream, hold_out
 from modeling_tnn.data.text import tokenize, train_tokenizer
@@ -112,6 +113,23 @@ def test_resume(workers, files, folder, tokenizer):
             resumed = stream((index, processes))
             resumed.load_state_dict(json.loads(state))
             assert examples(resumed, stop, 160, 4 // processes) == unbroken[stop + index :: processes]
+
+
+def test_each_process_tells_of_its_own_parts(folder, tokenizer, monkeypatch):
+    """After a resume too: what the others read since is not what a process loaded of their parts."""
+    first, second = (
+        TextStream(mixture(folder, "a.parquet", parts=2), tokenizer, 16, False, process=(i, 2)) for i in (0, 1)
+    )
+    for start in (0, 80, 160):  # a run, and what it does after a resume
+        for stream in (first, second):
+            examples(stream, start, start + 80)
+        sent = []
+        monkeypatch.setattr(streaming, "gather_object", lambda own: sent.extend(own) or list(reversed(sent)))  # noqa: B023
+        second.state_dict()
+        saved = first.state_dict()
+        assert saved["parts"] == [first.states[0], second.states[1]] and None not in saved["parts"]
+        for stream in (first, second):
+            stream.load_state_dict(saved)
 
 
 def test_a_resumed_part_does_not_begin_again(folder, tokenizer, monkeypatch):
