@@ -136,11 +136,12 @@ def shared_values(state: DecodingState, other: DecodingState, extra: int = 0) ->
     """How many values of each row the joined history of two states keeps.
 
     A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they
-    hold. More than 64 values beyond what the next outputs need are left out.
+    hold. Zeros before all texts, and more than 64 values beyond what the next outputs need, are left out.
     """
     both, reach = (state.history, other.history), state.history.reach
     cut = [one.history.held for one in (state, other) if one.history.held < one.length + extra]
     count = min(cut, default=max(history.held for history in both))
+    count = min(count, max(state.length, other.length) + extra)
     return count if reach is None else min(count, reach + SLACK)
 
 

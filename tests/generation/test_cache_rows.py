@@ -137,6 +137,14 @@ def test_bytes_of_a_text(name):
         most = max(most, memory_per_sequence(whole) if index > 80 else 0)
     bound = bytes_of_text(model.get_decoder(), length + 160)
     assert most <= bound <= 3 * most
+    # Texts that are shorter than the block of the row that they replace, and of the row beside which they are put.
+    for index, row in enumerate((0, 0, 1)):
+        put_texts(whole, Batch(model).read(TEXTS[index, : 4 - index]).cache, [row])
+        drop_padding(whole, int(whole.get_seq_length()) - (4 if row else 4 - index))
+        with torch.no_grad():
+            mask = torch.ones(1 + row, int(whole.get_seq_length()) + 1)
+            model(TEXTS[: 1 + row, :1], attention_mask=mask, past_key_values=whole, use_cache=True)
+        assert memory_per_sequence(whole) <= bytes_of_text(model.get_decoder(), 6)
 
 
 def test_what_is_refused():
