@@ -29,8 +29,8 @@ from .configuration_tnn import SLIDING, TOEPLITZ
 from .extensions import extensions
 from .inputs import is_elsewhere
 from .numerics import is_traced
-from .recurrence import DecodingState, decode, is_closed
-from .tno import gated_matmul
+from .recurrence import DecodingState, Prompt, advance, decode, is_closed
+from .tno import ToeplitzOperator, gated_matmul
 from .toeplitz_fused import NO_GATE, Gate
 
 NEW, OLD = "cache", "past_key_values"
@@ -199,11 +199,41 @@ def memory_per_sequence(cache: Cache) -> int:
     return sum(bytes_per_sequence(layer) for layer in cache.layers)
 
 
+@torch.no_grad()
+def state_bytes(model: nn.Module, after: int) -> dict[str, int]:
+    """The bytes of decoding state of one sequence when a token follows a prompt of `after` tokens.
+
+    Returns:
+        for each layer its operators ("layers.0.tno"), or its attention ("layers.3.attention").
+    """
+    config, found = model.config, {}
+    if not isinstance(after, int) or after < 1:
+        raise ValueError(f"`after` must be a whole number from 1 up, got {after!r}")
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, ToeplitzOperator):
+            v = torch.zeros((), dtype=model.dtype, device=model.device).expand(1, after, module.channels)
+            state = DecodingState(module.recurrence(), Prompt(v), length=after)
+            advance(state, v[:, :1])
+            found[name.replace(".mixer", "")] = bytes_of(tensors_of(state))
+        elif name.endswith(".attention"):
+            kept = after + 1 if module.sliding_window is None else min(after + 1, module.sliding_window - 1)
+            found[name] = 2 * kept * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    return found
+
+
 def bytes_per_sequence(layer: CacheLayerMixin) -> int:
     """The bytes of one sequence in a layer: its states, or its keys and values."""
-    held = [layer.keys, layer.values]
-    for state in layer.states.values() if is_toeplitz(layer) else ():
-        held += [*state.tensors.values(), state.history and state.history.buffer, state.prompt and state.prompt.v]
+    states = layer.states.values() if is_toeplitz(layer) else ()
+    return bytes_of([layer.keys, layer.values, *(one for state in states for one in tensors_of(state))])
+
+
+def tensors_of(state: DecodingState) -> list[torch.Tensor | None]:
+    """The tensors of a state."""
+    return [*state.tensors.values(), state.history and state.history.buffer, state.prompt and state.prompt.v]
+
+
+def bytes_of(held: list[torch.Tensor | None]) -> int:
+    """The bytes of one sequence in these tensors."""
     return sum(one.numel() * one.element_size() // max(1, one.shape[0]) for one in held if one is not None)
 
 

@@ -94,9 +94,13 @@ class HistoryBuffer:
                 self.move(min(longest, aligned(self.held + max(ALIGNMENT, self.held))), -block % ALIGNMENT)
 
     def make_room(self, new: int, wanted: int | None):
-        """Make the buffer so long that `new` values fit, and that it holds `wanted` values (None: all)."""
+        """Make the buffer so long that `new` values fit, and that it holds `wanted` values (None: all).
+
+        A single value gives back the places that a chunk or a prompt has left for `crop`.
+        """
         capacity = self.buffer.shape[-1]
-        if self.held + new <= capacity or (self.is_ring and capacity >= wanted):
+        spare = new == 1 and wanted is not None and not self.is_ring and capacity > wanted + ROOM
+        if (self.held + new <= capacity and not spare) or (self.is_ring and capacity >= wanted):
             return
         kept = self.last(self.held if wanted is None else wanted - new)
         count = kept.shape[-1] + new

@@ -18,7 +18,7 @@ from transformers import DynamicCache, StaticCache
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import lively_language_model, relative_error, slow
-from modeling_tnn.cache_tnn import max_crop, memory_per_sequence
+from modeling_tnn.cache_tnn import max_crop, memory_per_sequence, state_bytes
 
 MODELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.9},
@@ -208,6 +208,19 @@ class CacheTests:
                 assert relative_error(found, expected) < 1e-10
         with pytest.raises(ValueError, match="The input must have 2 sequences, as `past_key_values` has, got 1"):
             model(text[:1], past_key_values=cache)
+
+    @torch.no_grad()
+    def test_the_first_token_brings_the_state_to_its_size(self, model):
+        """Less than a tenth is freed by 100 more tokens: places for a crop of the prompt go at once."""
+        for length in (20, 512):
+            cache = cache_of(model, text_of(length, 1))
+            model(text_of(1, 1), past_key_values=cache)
+            size = memory_per_sequence(cache)
+            if not getattr(cache.layers[0], "record_past", False):
+                assert sum(state_bytes(model, length).values()) == size
+            for token in text_of(100, 1).split(1, dim=1):
+                model(token, past_key_values=cache)
+            assert size <= 1.1 * memory_per_sequence(cache)
 
     @torch.no_grad()
     def test_a_text_goes_on_outside_of_inference_mode_and_in_it(self, model):
