@@ -150,6 +150,11 @@ def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype)
     return torch.where(channel % 2 == 0, angles.sin(), angles.cos()).to(dtype)
 
 
+def fading(decay: float | None, lags: torch.Tensor) -> torch.Tensor:
+    """decay^|k| at the lags k `(M,)`, not as a power of the decay, which would be rounded: 1% at a million lags."""
+    return torch.exp(lags.abs() * (0.0 if decay is None else math.log(decay)))
+
+
 def taps_above(decay: float | None, share: float) -> int | None:
     """The number of taps decay^k, ln(share) / ln(decay), beyond which others hold less than `share` of their sum."""
     if decay is None or decay >= 1:
@@ -198,11 +203,12 @@ class RpeOperator(ToeplitzOperator):
         lags = torch.arange(first, reach, device=device, dtype=self.rpe.dtype)  # (M,)
         features = self.rpe.features(lags)  # (M, w)
         if self.decay_logit is None:
-            weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)
+            weights = fading(self.decay, lags)  # (M,)
             kernel = self.rpe.emit(features * weights[:, None], weights)  # (D, M)
         else:
             kernel = self.rpe.emit(features, torch.ones_like(lags))  # (D, M)
-            kernel = kernel * self._decay_rate(lags.dtype) ** lags.abs()
+            lost = (1 - self.decay) * torch.sigmoid(-self.decay_logit.to(lags.dtype))[:, None]  # (D, 1), 1 - lambda
+            kernel = kernel * torch.exp(torch.log1p(-lost) * lags.abs())
         return (fit_taps if self.causal else fit_lags)(kernel, length) if ends else kernel
 
     def kernel_length(self, exact: bool = False) -> int | None:
@@ -242,10 +248,10 @@ class ExplicitOperator(ToeplitzOperator):
         init.normal_(self.taps, std=self.longest**-0.5)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        dtype, decay = compute_dtype(self.taps.dtype), 1.0 if self.decay is None else self.decay
+        dtype = compute_dtype(self.taps.dtype)
         first = 0 if self.causal else 1 - self.longest
         lags = torch.arange(first, self.longest, device=device or self.taps.device, dtype=dtype)
-        taps = self.taps.to(device, dtype) * decay ** lags.abs()  # (D, P) or (D, 2P-1)
+        taps = self.taps.to(device, dtype) * fading(self.decay, lags)  # (D, P) or (D, 2P-1)
         return (fit_taps if self.causal else fit_lags)(taps, length)
 
     def kernel_length(self, exact: bool = False) -> int:

@@ -106,6 +106,14 @@ def test_a_trained_model_loads_on_a_finer_grid(tmp_path):
     torch.testing.assert_close(fine(ids[:, :50]).logits, expected[:, :50], msg="a prefix sees what it saw")
 
 
+@pytest.mark.parametrize("fields", [{}, {"learnable_decay": True}])
+def test_a_decay_at_a_million_lags(fields):
+    """In float32 the rounded decay to that power would be off by 1%."""
+    operator = random_operator("rpe", True, decay=1 - 1e-6, hidden_size=4, **fields)
+    expected = operator.coefficients(10**6).detach()[:, -999:]
+    assert relative_error(operator.float().coefficients(10**6).detach()[:, -999:], expected) < 1e-5
+
+
 class TestRtf(OperatorTests):
     tno_type = "rtf"
 
