@@ -7,17 +7,8 @@ import re
 from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError, ValidationError, from_json
 
 from tnn_cli.model_path import nearest
 from tnn_cli.sampling import sampling
@@ -76,10 +67,8 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
         return kind.model_validate(from_json(body, allow_inf_nan=False))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        message = re.sub(
-            "^(Input|List|String) should ", "must ", first["msg"].replace("Field required", "must be given")
-        )
-        message = message.replace(" after validation, not ", ", got ")
+        message = first["msg"].replace("Field required", "must be given").replace(" after validation, not ", ", got ")
+        message = re.sub("^(Input|List) should ", "must ", message)
         name = first.get("ctx", {}).get("name")
         place, whole = (".".join(map(str, [*first["loc"], *more])) for more in ((), (name,) if name else ()))
         if place or message.startswith("must"):

@@ -108,9 +108,7 @@ class Service:
         messages = [message.plain() for message in body.messages]
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (
-            Exception
-        ) as error:  # a template is a program, which may do anything with messages that it did not expect
+        except Exception as error:  # a template is a program, which may fail in any way
             raise ApiError(400, f"The chat template: {error}", "chat_template", "messages") from error
         return self.tokens(text, "messages", add_special_tokens=False)
 

@@ -132,7 +132,7 @@ def test_large_bodies_that_are_wrong(folder):
             began = time.process_time()
             answer = httpx.post(f"{service.url}/v1/{route}", content=body, headers=kind, timeout=60)
             assert answer.status_code == 400 and len(answer.content) < 500, answer.text
-            assert time.process_time() - began < 1.5, body[:60]
+            assert time.process_time() - began < 3, body[:60]
 
 
 def test_the_time_of_a_request(folder):
