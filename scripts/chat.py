@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.parser import ProgramParser, check_counts
-from tnn_cli.sampling import TEMPERATURE, TOP_P, sampling
+from tnn_cli.sampling import TEMPERATURE, TOP_P, given_sampling, sampling
 from tnn_cli.serving_arguments import WriterArguments, option
 from tnn_cli.text_files import check_text, read_lines
+
+UNLESS_GIVEN = "Unless given that of the model's generation_config.json, or"
 
 
 @dataclass
@@ -25,8 +27,8 @@ class ChatArguments(WriterArguments):
     """The options of this program."""
 
     max_new_tokens: int = 100
-    temperature: float = option(TEMPERATURE, "Sampling temperature; 0 is greedy.")
-    top_p: float = option(TOP_P, "Sample from the likeliest tokens of this mass.")
+    temperature: float | None = option(None, f"Sampling temperature; 0 is greedy. {UNLESS_GIVEN} {TEMPERATURE:g}.")
+    top_p: float | None = option(None, f"Sample from the likeliest tokens of this mass. {UNLESS_GIVEN} {TOP_P:g}.")
     system: str | None = option(None, "System message, for a tokenizer with a chat template.")
     seed: int = 0
     trust_remote_code: bool = False
@@ -35,8 +37,9 @@ class ChatArguments(WriterArguments):
         super().__post_init__()
         check_text("--system", self.system or "")
         check_counts(self, "max_new_tokens")
-        if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1:
-            given = f"{self.temperature:g} and {self.top_p:g}"
+        temperature, top_p = (1 if given is None else given for given in (self.temperature, self.top_p))
+        if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+            given = f"{temperature:g} and {top_p:g}"
             raise ValueError(f"--temperature must be at least 0, and --top_p in (0, 1], got {given}")
 
 
@@ -59,7 +62,8 @@ def main():
     if args.system is not None and tokenizer.chat_template is None:
         raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")
     set_seed(args.seed)
-    options = {"max_new_tokens": args.max_new_tokens} | sampling(args.temperature, args.top_p)
+    of_model = given_sampling(vars(model.generation_config))
+    options = {"max_new_tokens": args.max_new_tokens} | sampling(args.temperature, args.top_p, of_model)
     conversation = Conversation(model, tokenizer, args.system, options)
     show_help(tokenizer)
     for line in read_lines():

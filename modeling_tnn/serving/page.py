@@ -17,7 +17,7 @@ from tnn_cli.errors import importing
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tnn_cli.sampling import TEMPERATURE, TOP_P, sampling
+from tnn_cli.sampling import given_sampling, sampling
 from tnn_cli.serving_arguments import PageArguments
 from tnn_cli.text_files import check_text
 
@@ -25,7 +25,7 @@ from ..plotting import figures
 from ..plotting.reading import read_model
 from .engine import Engine, Text
 from .scheduler import QueueFullError
-from .writing import CHARACTERS_PER_TOKEN, load_causal, name_of
+from .writing import CHARACTERS_PER_TOKEN, load_causal, name_of, sampling_of
 
 logger = logging.getLogger("page")
 # Rows and columns of the matrices that are drawn, and the resolution of the pictures.
@@ -57,7 +57,8 @@ class Writer:
         A reader who leaves ends the text. Raises the error that ended the text.
         """
         yield "", WAITING
-        news, options = asyncio.Queue(), {"max_new_tokens": max_new_tokens} | sampling(temperature, top_p)
+        of_model = given_sampling(vars(self.engine.scheduler.model.generation_config))
+        news, options = asyncio.Queue(), {"max_new_tokens": max_new_tokens} | sampling(temperature, top_p, of_model)
         try:
             ids, is_cut = await asyncio.to_thread(self.read, prompt)
             text = Text(self.tokenizer, 0, ids, (), news)
@@ -137,14 +138,17 @@ def describe(model: PreTrainedModel) -> str:
     return f"A Toeplitz neural network ({size}) continues your text. It runs on {model.device.type}."
 
 
-def build_settings(gr: ModuleType, most: int) -> list:
-    """Where a user chooses the settings of a text, in the order of `Writer.write`. Gradio refuses other values."""
+def build_settings(gr: ModuleType, most: int, usual: dict) -> list:
+    """Where a user chooses the settings of a text, in the order of `Writer.write`. Gradio refuses other values.
+
+    `most` new tokens; `usual` options of `generate`.
+    """
     with gr.Row():
         tokens = gr.Slider(1, most, min(100, most), step=1, precision=0, label="max_new_tokens", min_width=150)
         seed = gr.Number(0, precision=0, minimum=0, maximum=MAX_SEED, label="seed", min_width=150)
     with gr.Row():
-        temperature = gr.Slider(0, 2, TEMPERATURE, step=0.05, label="temperature", min_width=150)
-        top_p = gr.Slider(0.05, 1, TOP_P, step=0.05, label="top_p", min_width=150)
+        temperature = gr.Slider(0, 2, usual["temperature"] or 0, step=0.05, label="temperature", min_width=150)
+        top_p = gr.Slider(0.05, 1, usual["top_p"] or 1, step=0.05, label="top_p", min_width=150)
     return [tokens, temperature, top_p, seed]
 
 
@@ -162,7 +166,7 @@ def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_n
                     end = gr.Button("Stop", min_width=120)
                 output = gr.Textbox(label="What follows", lines=8, max_lines=16, buttons=["copy"], elem_id="text")
                 status = gr.Markdown(elem_id="status")
-                settings = build_settings(gr, max_new_tokens)
+                settings = build_settings(gr, max_new_tokens, sampling_of(writer.engine.scheduler.model))
             with gr.Column(scale=3, min_width=340), gr.Tabs():
                 for file, label in pictures:
                     with gr.Tab(label):

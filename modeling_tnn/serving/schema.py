@@ -11,7 +11,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Pl
 from pydantic_core import PydanticCustomError, ValidationError, from_json
 
 from tnn_cli.model_path import nearest
-from tnn_cli.sampling import sampling
 
 from .http import ApiError
 
@@ -127,10 +126,6 @@ class Body(Given):
     stop: Annotated[list[str], PlainValidator(as_stops)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-
-    def sampling(self) -> dict:
-        """The options of `generate`. A `generation_config.json` has no part in them."""
-        return sampling(self.temperature, self.top_p)
 
 
 class CompletionBody(Body):

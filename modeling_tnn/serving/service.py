@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tnn_cli.sampling import given_sampling, sampling
 from tnn_cli.serving_arguments import ApiArguments
 
 from .embedding import Encoder
@@ -125,7 +126,8 @@ class Service:
             message = f"`max_tokens` must be at most {self.args.max_new_tokens:,}, got {most:,}"
             raise ApiError(400, message, "max_tokens", "max_tokens")
         prompts = [self.chat_tokens(body)] if is_chat else [self.tokens(prompt) for prompt in body.prompt]
-        options = {"max_new_tokens": max(1, most), "client": client, "logprobs": body.likeliest} | body.sampling()
+        options = {"max_new_tokens": max(1, most), "client": client, "logprobs": body.likeliest}
+        options |= sampling(body.temperature, body.top_p, given_sampling(vars(self.model.generation_config)))
         options["prompt_logprobs"] = body.echo and body.likeliest is not None
         texts: list[Text] = []
         try:

@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 
 from tnn_cli.generation_fields import is_of_kind, wanted
 from tnn_cli.model_path import PARTS, check_device, check_vocabulary, check_writing, load, naming
-from tnn_cli.sampling import sampling, with_sampling
+from tnn_cli.sampling import OF_SAMPLING, given_sampling, sampling, with_sampling
 
 from ..cache_tnn import CACHE
 from .pieces import PieceStreamer
@@ -27,7 +27,7 @@ from .pieces import PieceStreamer
 CHARACTERS_PER_TOKEN = 32
 # Options of `generate` that need the tokenizer.
 READ_TEXT = {"stop_strings", "token_healing"}
-# All that counts of a `generation_config.json`.
+# Besides the fields of sampling all that counts of a `generation_config.json`.
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -38,14 +38,14 @@ def load_writer(
     device, code = check_device(device), {"trust_remote_code": trust_remote_code}
     tokenizer = load(AutoTokenizer, name, **code, **tokenizing)
     model = load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
-    keep_ids(model, name)
-    check_writing(model, name)
+    keep_settings(model, name)
+    check_writing(model, name, sampling_of(model))
     check_vocabulary(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
 
 
-def keep_ids(model: PreTrainedModel, source: str):
-    """Leave the ids of special tokens alone of a `generation_config.json`: how texts are written, their user says.
+def keep_settings(model: PreTrainedModel, source: str):
+    """Leave the ids of special tokens and the fields of sampling alone of a `generation_config.json`.
 
     Raises:
         ValueError: a field is of another kind, or the id of padding is none of the model.
@@ -57,7 +57,13 @@ def keep_ids(model: PreTrainedModel, source: str):
                 raise ValueError(f"`{name}` must be {wanted(name)}, or null, got {value!r}")
         if (fields.get("pad_token_id") or 0) >= vocabulary:
             raise ValueError(f"`pad_token_id` must be below {vocabulary}, got {fields['pad_token_id']}")
-    model.generation_config = GenerationConfig(**{name: fields.get(name) for name in IDS})
+    kept = {name: fields.get(name) for name in (*IDS, *OF_SAMPLING)}
+    model.generation_config = GenerationConfig(**kept, do_sample=True if given_sampling(kept) else None)
+
+
+def sampling_of(model: PreTrainedModel) -> dict:
+    """The options of `generate` by which a model is sampled unless its user says otherwise."""
+    return sampling(of_model=given_sampling(vars(model.generation_config)))
 
 
 def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -92,7 +98,8 @@ def with_defaults(model: PreTrainedModel, options: dict) -> tuple[dict, dict]:
     options = options if "max_length" in options else {"max_new_tokens": 100} | options
     asked = copy.deepcopy(model.generation_config)
     asked.update(**(sampling() | options | {"do_sample": None}))
-    return options, with_sampling(options, is_plain=asked.get_generation_mode() == GenerationMode.GREEDY_SEARCH)
+    is_plain = asked.get_generation_mode() == GenerationMode.GREEDY_SEARCH
+    return options, with_sampling(options, is_plain, given_sampling(vars(model.generation_config)))
 
 
 def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: bool) -> tuple[list[str], int]:

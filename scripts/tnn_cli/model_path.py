@@ -215,16 +215,16 @@ def require_padding(tokenizer: "PreTrainedTokenizerBase", option: str):
         )
 
 
-def check_writing(model: "PreTrainedModel", source: str | Path):
-    """Let a causal model write one token, and check the scores of every token that it writes from now on.
+def check_writing(model: "PreTrainedModel", source: str | Path, options: dict):
+    """Let a causal model write a token with `options` of `generate`, and check all scores from now on.
 
     Raises:
-        ValueError: it cannot be written, such as for a weight that is not finite.
+        ValueError: it cannot be written, such as for a weight that is not finite, or a negative temperature.
     """
     model.register_forward_hook(lambda module, inputs, output: check_finite(output[0]))
     ids = model.dummy_inputs["input_ids"][:1, :1].to(model.device) * 0
     with naming(source, *MODEL):
-        model.generate(ids, attention_mask=ids + 1, max_new_tokens=1)
+        model.generate(ids, attention_mask=ids + 1, max_new_tokens=1, **options)
 
 
 def check_finite(output: "torch.Tensor"):

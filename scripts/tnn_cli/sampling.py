@@ -1,6 +1,9 @@
 """How texts are written unless their user says otherwise: the same in `tnn generate`, `chat`, `serve` and `api`."""
 
-# Tokens are drawn from the likeliest ones of this mass, at this temperature, whatever a `generation_config.json` says.
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# Tokens are drawn from the likeliest ones of this mass, at this temperature, or as a `generation_config.json` says.
 TEMPERATURE, TOP_P = 1.0, 0.95
 
 # Colder is greedy: scores that are divided by less exceed all numbers.
@@ -10,14 +13,17 @@ COLDEST = 1e-5
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def sampling(temperature: float | None = None, top_p: float | None = None) -> dict:
-    """The options of `generate` for one text, token after token; a temperature of 0, or about 0, is greedy."""
+def sampling(
+    temperature: float | None = None, top_p: float | None = None, of_model: Mapping = MappingProxyType({})
+) -> dict:
+    """The options of `generate` for one text, token after token; a temperature of 0, or about 0, is greedy.
+
+    `of_model` are the fields of sampling that the `generation_config.json` of a model gives.
+    """
     plain = dict.fromkeys(OF_SAMPLING) | {"num_beams": 1, "num_return_sequences": 1}
-    if is_greedy(temperature):
-        return plain | {"do_sample": False}
-    temperature = TEMPERATURE if temperature is None else temperature
-    chosen = {"temperature": temperature, "top_p": TOP_P if top_p is None else top_p, "top_k": 0}
-    return plain | {"do_sample": True} | chosen
+    asked = given_sampling({"temperature": temperature, "top_p": top_p})
+    chosen = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": 0} | of_model | asked
+    return plain | ({"do_sample": False} if is_greedy(chosen["temperature"]) else {"do_sample": True} | chosen)
 
 
 def is_greedy(temperature: float | None) -> bool:
@@ -34,22 +40,23 @@ def check_sampling(options: dict):
         raise ValueError(f"--temperature must be above 0 with --do_sample true, got {temperature:g}, which is greedy")
 
 
-def given_sampling(options: dict) -> dict:
+def given_sampling(options: Mapping) -> dict:
     """The options that have no meaning without sampling."""
     return {name: options[name] for name in OF_SAMPLING if options.get(name) is not None}
 
 
-def with_sampling(options: dict, is_plain: bool) -> dict:
+def with_sampling(options: dict, is_plain: bool, of_model: Mapping) -> dict:
     """The options of `generate`, with sampling unless they ask for the likeliest tokens.
 
     Args:
         is_plain: whether the options choose one token after the other, and not by beams or the like, which are as
             transformers has them unless sampling is asked for.
+        of_model: see `sampling`.
     """
     given = given_sampling(options)
     others = {name: value for name, value in options.items() if name not in OF_SAMPLING}
     if options.get("do_sample") is False or is_greedy(options.get("temperature")):
         return sampling(temperature=0) | others | {"do_sample": False}
     if is_plain or given or options.get("do_sample"):
-        return sampling() | others | given | {"do_sample": True}
-    return {"num_return_sequences": 1} | options
+        return sampling(of_model=of_model | given) | others | {"do_sample": True}
+    return {"num_return_sequences": 1, "do_sample": False} | options

@@ -11,11 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from helpers.scripts import TEXT, read, run, save_model, write_config, write_text
-from modeling_tnn.serving.schema import CompletionBody
-from modeling_tnn.serving.writing import load_writer
+from modeling_tnn.serving.writing import load_writer, sampling_of
 from tnn_cli.generation_fields import documented_kinds
-from tnn_cli.programs.chat import TEMPERATURE, TOP_P
-from tnn_cli.sampling import sampling
+from tnn_cli.sampling import OF_SAMPLING, sampling
 
 
 def test_the_demo_learns_what_it_reads(tmp_path, caplog):
@@ -68,12 +66,12 @@ def test_generate(generate):
 
 
 def test_sampling_is_the_default(model_folder, generate, tmp_path):
-    """Unless the likeliest tokens, beams or the like are asked for; `generation_config.json` has no say."""
+    """Unless the likeliest tokens, beams or the like are asked for; `generation_config.json` has other defaults."""
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    of_others = {"temperature": 0.1, "top_k": 3, "min_p": 0.9, "num_beams": 4, "num_return_sequences": 2}
+    of_others = {"temperature": 0.8, "top_k": 30, "num_beams": 4, "num_return_sequences": 2}
     (folder / "generation_config.json").write_text(json.dumps(of_others | {"eos_token_id": None}))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
-    sampled = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
+    sampled = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 30}
     for options, expected in (
         ("", sampled),
         ("--temperature 0.7", sampled | {"temperature": 0.7}),
@@ -85,8 +83,8 @@ def test_sampling_is_the_default(model_folder, generate, tmp_path):
         inputs = tokenizer("The quick", return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=30, eos_token_id=None, **expected)
         assert found["texts"] == tokenizer.batch_decode(output), options
-    defaults = CompletionBody(model="a", prompt="b").sampling()
-    assert defaults == sampling(TEMPERATURE, TOP_P) and defaults.items() >= sampled.items(), "api and chat"
+    served, _ = load_writer(str(folder), "auto", "cpu")
+    assert sampling_of(served).items() >= sampled.items() and sampling()["temperature"] == 1, "api, page and chat"
 
 
 # A value of each kind, and those that made requests fail, end at once or never.
@@ -95,8 +93,8 @@ HOSTILE = {"num_beams": 10**5, "max_time": 1e-9, "assistant_early_exit": 1, "pro
 HOSTILE |= {"max_length": 1, "min_length": 10**6, "repetition_penalty": 0.01, "suppress_tokens": list(range(290))}
 
 
-def test_a_generation_config_says_the_special_tokens_alone(model_folder, tmp_path):
-    """Of every other field the value is refused by name, or does not count."""
+def test_what_counts_of_a_generation_config(model_folder, tmp_path):
+    """Special tokens and sampling; of every other field the value is refused by name, or does not count."""
     folder = shutil.copytree(model_folder, tmp_path / "model")
     values = [(field, OF_KINDS[kind]) for field, kinds in documented_kinds().items() for kind in kinds]
     assert len({field for field, _ in values}) > 50
@@ -110,11 +108,13 @@ def test_a_generation_config_says_the_special_tokens_alone(model_folder, tmp_pat
             continue
         counting[field] = value
         assert model.generation_config.to_diff_dict().items() >= ids.items() and model.generation_config.eos_token_id
-        assert {n for n, v in model.generation_config.to_dict().items() if v} == {*ids, "transformers_version"}
+        kept = {name for name, value in vars(model.generation_config).items() if value and name[0] != "_"}
+        kept -= {"do_sample", "transformers_version"}
+        assert kept == ({*ids, field} if field in OF_SAMPLING else {*ids})
     assert counting.keys() >= HOSTILE.keys()
-    for wrong in ({"eos_token_id": True}, {"pad_token_id": 10**6}, {"top_k": []}):
+    for wrong in ({"temperature": -1.0}, {"eos_token_id": True}, {"pad_token_id": 10**6}, {"top_k": []}):
         (folder / "generation_config.json").write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match=f"generation_config.json.*`{next(iter(wrong))}` must be"):
+        with pytest.raises(ValueError, match=f"generation_config.json.*`{next(iter(wrong))}` (must be|\\(=)"):
             load_writer(str(folder), "auto", "cpu")
 
 
