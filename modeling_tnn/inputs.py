@@ -12,6 +12,7 @@ Values are checked on the CPU only: on other devices, reading them is a device s
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import TransformersKwargs
 
@@ -70,17 +71,17 @@ def require_tensor(name: str, value: Any, letters: str, dims=None, dtypes=(), sh
         raise TypeError(f"`{name}` must hold {' or '.join(map(str, dtypes))}, got {value.dtype}")
 
 
-def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module):
-    """Check that the tokens fit the `embedding` of the model."""
+def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module, config: PreTrainedConfig):
+    """Check that the tokens fit the `embedding` of the model, which a user's module may wrap."""
     if (input_ids is None) == (inputs_embeds is None):
         found = "none" if input_ids is None else "both"
         raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {found}")
     if is_elsewhere(embedding):
         return
     if inputs_embeds is not None:
-        return check_last_size("inputs_embeds", inputs_embeds, embedding.weight.shape[1])
+        return check_last_size("inputs_embeds", inputs_embeds, config.hidden_size)
     require_tensor("input_ids", input_ids, "(B, L)", 2, IDS)
-    _check_range("input_ids", input_ids, "vocab_size", embedding.weight.shape[0])
+    _check_range("input_ids", input_ids, "vocab_size", config.vocab_size)
 
 
 def check_values(input_ids: Any, input_values: Any, inputs_embeds: Any, channels: int, width: int):
@@ -132,22 +133,39 @@ def check_labels(
     _check_range(name, labels.where(labels != ignored, 0), limit, classes)
 
 
-def check_class_labels(labels: Any, logits: torch.Tensor):
-    """Check labels for `logits` `(B, C)`: classes `(B,)`, -100 for none, or floats `(B, C)`, `(B,)` if C is 1."""
+def check_class_labels(labels: Any, logits: torch.Tensor, regression: bool = False):
+    """Check labels for `logits` `(B, C)`: classes `(B,)`, -100 for none, or floats `(B, C)`, `(B,)` if C is 1.
+
+    Floats of several classes are shares in [0, 1], unless they are the values of a `regression`.
+    """
     batch, classes = logits.shape
     whole = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
     shapes = [(batch,), (batch, 1)] if whole or classes == 1 else [(batch, classes)]
     require_tensor("labels", labels, "(B,) or (B, C)", None, (torch.int64,) if whole else FLOATS, shapes)
     if whole and classes > 1:
         _check_range("labels", labels.where(labels != -100, 0), "num_labels", classes)
+    elif classes > 1 and not regression and can_be_read(labels):
+        outside = labels[~((labels >= 0) & (labels <= 1))]
+        if len(outside):
+            raise ValueError(f"Entries of `labels` must be in [0, 1] for several labels, got {outside[0].item()}")
 
 
-def check_spans(start_positions: Any, end_positions: Any, logits: torch.Tensor):
-    """Check the first and last positions `(B,)` of spans for `logits` `(B, L)`."""
+def check_spans(start_positions: Any, end_positions: Any, logits: torch.Tensor, real: torch.Tensor | None):
+    """Check the first and last positions `(B,)` of spans for `logits` `(B, L)`. Within L they are not at padding.
+
+    `real` `(B, L)` is False there, or None without padding.
+    """
+    length = logits.shape[1]
     for name, places in {"start_positions": start_positions, "end_positions": end_positions}.items():
         require_tensor(name, places, "(B,)", 1, (torch.int64,), [logits.shape[:1]])
         if can_be_read(places) and (places < 0).any():
             raise ValueError(f"`{name}` must be at least 0, got {int(places.min())}")
+        if real is not None and can_be_read(places) and can_be_read(real):
+            inside = places.clamp(max=length - 1)
+            hidden = (places < length) & ~real.expand(len(places), length).gather(1, inside[:, None])[:, 0]
+            if hidden.any():
+                wrong = int(places[hidden][0])
+                raise ValueError(f"`{name}` must be real tokens, or {length} for no answer, got padding, {wrong}")
 
 
 def take_options(keywords: dict, *names: str) -> dict:
@@ -155,9 +173,9 @@ def take_options(keywords: dict, *names: str) -> dict:
     return {name: keywords.pop(name) for name in names if name in keywords}
 
 
-def check_pixel_values(pixel_values: Any, projection: torch.nn.Conv2d):
-    """Check images `(B, channels, side, side)` for the `projection` of patches, which divide the side."""
-    channels, size, letters = projection.in_channels, projection.kernel_size[0], "(B, channels, side, side)"
+def check_pixel_values(pixel_values: Any, channels: int, size: int):
+    """Check images `(B, channels, side, side)` with patches of `size` pixels, which divide the side."""
+    letters = "(B, channels, side, side)"
     require_tensor("pixel_values", pixel_values, letters)
     shape = tuple(pixel_values.shape)
     fits = len(shape) == 4 and shape[1:] == (channels, shape[3], shape[3]) and shape[3] > 0 and shape[3] % size == 0

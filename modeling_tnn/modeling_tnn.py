@@ -66,7 +66,7 @@ from .inputs import (
 )
 from .mixers import TOEPLITZ_MIXERS, TnnAttention, TnnRotaryEmbedding, apply_linear, apply_together, view_of
 from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
-from .numerics import by_parts, is_on_host
+from .numerics import by_parts, is_on_host, parameter_dtype
 from .packing import documents_of
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_PASS, Pass, ToeplitzOperator
@@ -88,12 +88,12 @@ class TnnGatedLinearUnit(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
         self.act = ACT2FN[config.hidden_act if gated else config.mlp_act]
-        self.implementation = config.tno_implementation
+        self.implementation, self.width = config.tno_implementation, config.intermediate_size
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
         rows, length = hidden_states.shape[:2]
-        width = rows * self.up_proj.out_features
+        width = rows * self.width
         return by_parts(lambda chosen: self.mix(hidden_states[:, chosen]), length, width, hidden_states, dim=1)
 
     def mix(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -184,6 +184,14 @@ class TnnPreTrainedModel(PreTrainedModel):
         return super().from_pretrained(
             pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
         )
+
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, *arguments):
+        """Divide the model as in transformers. More stages than layers are a ValueError."""
+        stages, layers = getattr(distributed_config, "pp_size", 1), model.config.num_hidden_layers
+        if stages > layers:
+            raise ValueError(f"`pp_size` must be at most {layers}, a stage for each layer, got {stages}")
+        return super().maybe_distribute_model(model, distributed_config, *arguments)
 
     def save_pretrained(self, *arguments, **options):
         """Save the model as in transformers, with its code, see `hub.py`."""
@@ -321,7 +329,7 @@ class TnnModel(TnnPreTrainedModel):
         if self.embed_values is None:
             if input_values is not None:
                 raise ValueError("`input_values` must be None for a model with input_channels=None, got values")
-            check_tokens(input_ids, inputs_embeds, self.embed_tokens)
+            check_tokens(input_ids, inputs_embeds, self.embed_tokens, self.config)
             return inputs_embeds
         check_values(input_ids, input_values, inputs_embeds, self.config.input_channels, self.config.hidden_size)
         return self.embed_values(input_values) if inputs_embeds is None else inputs_embeds
@@ -332,9 +340,7 @@ class TnnModel(TnnPreTrainedModel):
         """Run the blocks on tokens that have been checked. With `passed.layout`, `position_ids` are given."""
         attention_mask, past_key_values, documents, layout, *_ = passed
         # Of this stage of a pipeline, to which the others hand `inputs_embeds`.
-        first = next((index for index, layer in enumerate(self.layers) if not is_elsewhere(layer)), None)
-        if first is None:
-            raise ValueError(f"A pipeline must have at most {len(self.layers)} stages, one for each layer, got more")
+        first = next(index for index, layer in enumerate(self.layers) if not is_elsewhere(layer))
         if self.embed_values is not None and any(map(is_elsewhere, self.layers)):
             raise ValueError("`pp_size` must be 1 for real values, got a pipeline, which passes on tokens alone")
         if inputs_embeds is None:
@@ -481,7 +487,7 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
         """Generate tokens as in transformers, after a check of the ids. A batch without rows is returned unchanged."""
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
         if input_ids is not None:
-            check_tokens(input_ids, None, self.get_input_embeddings())
+            check_tokens(input_ids, None, self.get_input_embeddings(), self.config)
             if len(input_ids) == 0:
                 return input_ids
         return super().generate(inputs, *args, **with_cache_as(CACHE, kwargs))
@@ -628,7 +634,7 @@ class TnnPreTrainedClassifier(TnnPreTrainedModel):
         """Return the loss of `logits` `(B, num_labels)` that `config.problem_type` asks for; None without labels."""
         if labels is None:
             return None
-        check_class_labels(labels, logits)
+        check_class_labels(labels, logits, self.config.problem_type == "regression")
         return self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
 
 
@@ -782,9 +788,9 @@ class TnnForQuestionAnswering(TnnPreTrainedClassifier):
     ) -> QuestionAnsweringModelOutput:
         """Return the logits `(B, L)` of the first and last token of the answer, and with both positions the loss.
 
-        `start_positions` and `end_positions` are `(B,)`; a place outside the text is ignored. At padding the logits
-        are the lowest number of their dtype, so that neither the loss nor the answer depends on it. The other
-        arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
+        `start_positions` and `end_positions` are `(B,)`; L or more is ignored, and padding is a ValueError (checked on
+        the CPU only). At padding the logits are the lowest number of their dtype, so that no answer is there. The
+        other arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
         """
         kwargs |= {"input_values": input_values}
         outputs = self.encode(input_ids, attention_mask, inputs_embeds, **kwargs)
@@ -794,7 +800,7 @@ class TnnForQuestionAnswering(TnnPreTrainedClassifier):
             logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
         start, end = (one.contiguous() for one in logits.unbind(-1))
         if start_positions is not None and end_positions is not None:
-            check_spans(start_positions, end_positions, start)
+            check_spans(start_positions, end_positions, start, None if attention_mask is None else ~hidden[..., 0])
             loss = self.loss_function(start.float(), end.float(), start_positions, end_positions)
         return head_output(QuestionAnsweringModelOutput, outputs, loss=loss, start_logits=start, end_logits=end)
 
@@ -952,9 +958,9 @@ class TnnImageModel(TnnPreTrainedModel):
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
         """Return the hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
-        projection = self.patch_embedding.projection
-        check_pixel_values(pixel_values, projection)
-        patches = self.patch_embedding(pixel_values.to(projection.weight.dtype)).flatten(2)  # (B, d, L), row by row
+        check_pixel_values(pixel_values, self.config.num_channels, self.config.patch_size)
+        dtype = parameter_dtype(self.patch_embedding, pixel_values)
+        patches = self.patch_embedding(pixel_values.to(dtype)).flatten(2)  # (B, d, L), row by row
         hidden_states = self.dropout(patches.transpose(1, 2))
         alone = is_on_host(hidden_states)
         prepared = [None] * len(self.layers) if alone else extensions.kernels_of_layers(self.layers, hidden_states)

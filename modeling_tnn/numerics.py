@@ -138,6 +138,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def parameter_dtype(module: nn.Module, like: torch.Tensor) -> torch.dtype:
+    """The dtype that a layer computes in, also if its weight is quantized or another module wraps it."""
+    return next((one.dtype for one in module.parameters() if one.is_floating_point()), like.dtype)
+
+
 def without_narrowing(fn: Callable, kept: Iterable[torch.Tensor | None]) -> Callable:
     """`fn` of `nn.Module._apply`, such as a cast, changed so that the tensors `kept` stay in float32 or float64."""
     kept = [tensor for tensor in kept if tensor is not None]

@@ -19,7 +19,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .inputs import FLOATS, check_attention_mask, require_tensor
 from .mixers import is_plain_linear
-from .numerics import compute_dtype
+from .numerics import compute_dtype, parameter_dtype
 from .tno_rpe import CastingLinear
 
 # Roundings of the largest value of a channel. With a deviation of less, the channel is taken to be constant.
@@ -60,8 +60,7 @@ class TnnValueEmbedding(nn.Module):
         """`(B, L, C)`, or `(B, L)` of one channel, to `(B, L, d)`."""
         values = values.unflatten(-1, (-1, 1)) if values.dim() == 2 else values
         observed, kind = values.isfinite(), values.device.type
-        dtypes = (one.dtype for one in self.parameters() if one.is_floating_point())  # not that of quantized weights
-        dtype = next(dtypes, values.dtype)
+        dtype = parameter_dtype(self, values)
         if dtype == torch.float32 and kind != "meta" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         read = torch.cat([values.masked_fill(~observed, 0), observed.to(values.dtype)], dim=-1)

@@ -6,8 +6,11 @@ from torch.nn import functional
 from transformers import DynamicCache, Trainer, TrainingArguments, modeling_utils
 
 from helpers.heads import IDS, ONES, TEXTS, TextHeadTests, around, both
-from helpers.models import relative_error, seeded, tiny_config
+from helpers.models import VALUES, image_config, relative_error, seeded, tiny_config, values_with_gaps
 from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
     TnnForMultipleChoice,
     TnnForQuestionAnswering,
     TnnForSequenceClassification,
@@ -17,6 +20,47 @@ from modeling_tnn import (
 from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
 
 PADS = IDS.where(torch.arange(11) < torch.tensor([[11], [7], [4]]), 1)
+
+
+HIDDEN = torch.cat([ONES[:, :1], 0 * ONES[:, 1:]], dim=1)
+
+
+class Wrapper(torch.nn.Module):
+    """A user's module around a layer, which has none of its attributes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *arguments):
+        return self.layer(*arguments)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["gtu", "hyena", "series", "masked", "image"])
+def test_layers_that_a_module_wraps(kind, training):
+    """Sizes are asked of the configuration: outputs, loss and forecasts are those of the model."""
+    ids, mixer = {"input_ids": IDS, "labels": IDS}, {"toeplitz_mixer": "hyena"} if kind == "hyena" else {}
+    cls, config, given = TnnForCausalLM, tiny_config(hidden_dropout_prob=0.0, **mixer), ids
+    if kind == "series":
+        cls, fields, name = VALUES["series"]
+        config = tiny_config(hidden_dropout_prob=0.0, **fields)
+        given = {name: values_with_gaps(2, 9, 3), "future_values": torch.ones(2, 4, 3)}
+    elif kind == "masked":
+        cls, config = TnnForMaskedLM, tiny_config(causal=False, mlp_act="relu", hidden_dropout_prob=0.0)
+    elif kind == "image":
+        cls, config = TnnForImageClassification, image_config()
+        given = {"pixel_values": torch.ones(2, 3, 24, 24), "labels": torch.tensor([0, 1])}
+    model = seeded(cls, config).train(training)
+    with torch.set_grad_enabled(training):
+        expected = model(**given)
+        kinds = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv2d)
+        for name, layer in list(model.named_modules()):
+            if type(layer) in kinds and ".tno." not in name:
+                parent = model.get_submodule(name.rpartition(".")[0])
+                setattr(parent, name.rpartition(".")[2], Wrapper(layer))
+        found = model(**given)
+    torch.testing.assert_close(tuple(found.to_tuple()[:2]), tuple(expected.to_tuple()[:2]))
 
 
 class TestModel(TextHeadTests):
@@ -46,6 +90,8 @@ class TestQuestionAnswering(TextHeadTests):
     refused = [
         (spans | {"start_positions": -ONES[:, 0]}, "start_positions` .* got -1"),
         (spans | {"end_positions": torch.ones(2)}, "end_positions` must hold torch.int64"),
+        (spans | {"attention_mask": HIDDEN}, "`start_positions` must be real tokens, .* got padding, 1"),
+        (spans | {"attention_mask": HIDDEN, "start_positions": 0 * ONES[:, 0]}, "`end_positions` must be real tokens"),
     ]
 
     def labels(self, ids, mask):
@@ -64,6 +110,7 @@ class TestSequenceClassification(TextHeadTests):
         ({"input_ids": ONES, "labels": [1, 2]}, "`labels` must be a tensor"),
         ({"input_ids": ONES, "labels": torch.ones(3).long()}, r"`labels` must have shape .*, got \(3,\)"),
         ({"input_ids": ONES, "labels": torch.tensor([0, 3])}, r"Entries of `labels` .* \[0, num_labels=2\), got 3"),
+        ({"input_ids": ONES, "labels": -100 * torch.ones(2, 2)}, r"Entries of `labels` .* \[0, 1\] .*, got -100"),
     ]
 
     def labels(self, ids, mask):
