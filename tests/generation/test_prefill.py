@@ -1,6 +1,5 @@
 """The state after a long prompt: what it holds, and what is not read for it; decoding is in `helpers/caches.py`."""
 
-import itertools
 import pickle
 
 import pytest
@@ -51,13 +50,9 @@ def test_the_state_after_a_long_prompt_is_that_of_decoding(name):
     assert relative_error(passes(model, whole, [1, 49], cache=cache), expected) < 1e-10
     for token in text_of(3).split(1, dim=1):
         model(token, past_key_values=twin)
-    # A ring gives back the places for crops of a long chunk as soon as single tokens follow.
-    states = states_of(twin)
-    spare = sum(CHUNK_SLACK * state.history.buffer[0, :, 0].nbytes for state in states if state.history.is_ring)
-    assert size <= memory_per_sequence(twin) + spare
-    for state, tensor in itertools.product(states, ("future", "ahead")):
-        state.tensors.pop(tensor, None)
-    assert spare or size == memory_per_sequence(twin)
+    # The places for crops of a long prompt go as soon as single tokens follow.
+    spare = sum(CHUNK_SLACK * state.history.buffer[0, :, 0].nbytes for state in states_of(twin))
+    assert 0.4 * spare < size - memory_per_sequence(twin) <= spare
 
 
 @pytest.mark.parametrize("name", ["rpe", "rtf", *slow("rpe-no-decay", "s4d", "modal", "hyena")])
