@@ -3,9 +3,13 @@ generated is what the code says.
 """
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
+import time
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +19,7 @@ from transformers import GenerationConfig
 
 from helpers import processes
 from helpers.models import slow
-from helpers.scripts import ROOT, save_model
+from helpers.scripts import ROOT, free_port, save_model
 from tnn_cli.commands import COMMAND_OF, COMMANDS
 from tnn_cli.model_path import find_recipe
 
@@ -132,3 +136,26 @@ def test_every_page_is_in_the_navigation():
 
     nav = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text())["nav"]
     assert sorted(leaves(nav)) == sorted(path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md"))
+
+
+@pytest.mark.slow
+def test_the_command_of_the_container_serves(tmp_path):
+    """The Dockerfile of the page: what it copies and installs exists, and its command serves a model, with the key."""
+    page = (ROOT / "docs/guides/deploy.md").read_text()
+    lines = dict(line.split(" ", 1) for line in re.search(r"```dockerfile\n(.*?)```", page, re.DOTALL)[1].splitlines())
+    extra = re.search(r"/src\[(\w+)\]", page)[1]
+    assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    folder, port = save_model(tmp_path / "model"), free_port()
+    given = {"/model": str(folder), "8000": str(port), "0.0.0.0": "127.0.0.1"}
+    command = [given.get(word, word) for word in json.loads(lines["CMD"])]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TNN_API_KEY": "k" * 20}
+    server = subprocess.Popen([Path(sys.executable).with_name(command[0]), *command[1:]], env=environment)
+    try:
+        check = lines["HEALTHCHECK"].replace("CMD python -c ", "").strip('"').replace("8000", str(port))
+        deadline = time.monotonic() + 120
+        while subprocess.run([sys.executable, "-c", check], capture_output=True).returncode:
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(1)
+    finally:
+        server.terminate()
+    assert server.wait(30) in (0, 143, -15)
