@@ -26,6 +26,7 @@ from .extensions import extensions
 from .numerics import compute_dtype, is_exported, is_exported_to_onnx, is_fused, is_on_host, must_be_eager
 from .toeplitz_fused import (
     LARGEST_RISE,
+    LONGEST_SUMS,
     NO_GATE,
     Gate,
     eager_windows,
@@ -175,7 +176,7 @@ def gated_convolution(v, kernel, first: int, implementation: str = "fused", gate
         # MKL refuses transforms of empty tensors. All inputs stay in the graph, so that their gradients are zero.
         return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
     windows = windows_of(v, kernel, first, several=fused)
-    if windows.rises and rise(kernel, first) > LARGEST_RISE:
+    if windows.rises and v.shape[1] <= LONGEST_SUMS and rise(kernel, first) > LARGEST_RISE:
         return gate.apply(exact_product(gate.inputs(v), kernel, first).to(v.dtype), "eager")
     if fused and not has_parameters(gate.act):
         return fused_convolution(v, kernel, windows, gate)

@@ -34,8 +34,8 @@ CHUNK, LARGE_CHUNK = 2**18, 2**27
 ROWS = 8
 
 # The longest transform that is in float32 on the CPU, and the most that a kernel may rise from its NEAR first lags for
-# one, and for one in float64, see `rise`.
-PRECISE, NEAR, SMALL_RISE, LARGEST_RISE = 2**18, 16, 10, 1e8
+# one, and for one in float64, see `rise`. Longer inputs have transforms in any case: sums would take hours.
+PRECISE, NEAR, SMALL_RISE, LARGEST_RISE, LONGEST_SUMS = 2**18, 16, 10, 1e8, 2**14
 
 # Ratios to the length of the filter (measured): of the shortest sequence that gets windows, and of a window.
 LONG, WINDOW, SHORTEST_WINDOW = 8, 4, 256
