@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.declared import declared_keys
-from tnn_cli.model_path import find_config, nearest
+from tnn_cli.model_path import nearest
 from tnn_cli.parser import option, parse_arguments
-from tnn_cli.text_files import check_source
+from tnn_cli.training_arguments import PretrainArguments
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 
@@ -27,8 +27,10 @@ class DemoArguments:
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     documents: str | None = None
+    block_size: int | None = None
     output_dir: str = "outputs/demo"
     overwrite_output_dir: bool = False
+    resume_from_checkpoint: str | None = None
     max_steps: int = 300
     per_device_train_batch_size: int = 16
     learning_rate: float = 4e-3
@@ -38,12 +40,19 @@ class DemoArguments:
     serve: bool = option(False, "Then serve a page with the model, as tnn serve does.")
 
     def __post_init__(self):
-        find_config(self.config_name)
         if self.tno_type is not None and self.tno_type not in OPERATORS:
             hint = nearest(self.tno_type, OPERATORS)
             raise ValueError(f"--tno_type must be one of {', '.join(OPERATORS)}, got {self.tno_type}{hint}")
-        if self.dataset_name is not None:
-            check_source(self.dataset_name)
+        self.pretraining()
+
+    def pretraining(self) -> PretrainArguments:
+        """The options of `tnn pretrain` for the same training."""
+        own = ("tno_type", "prompt", "max_new_tokens", "serve")
+        given = {name: value for name, value in vars(self).items() if name not in own}
+        for name in ("dataset_name", "dataset_config_name"):
+            given[name] = [] if given[name] is None else [given[name]]
+        overrides = None if self.tno_type is None else f"tno_type={self.tno_type}"
+        return PretrainArguments(**given, config_overrides=overrides, torch_compile=False)
 
 
 @report_errors

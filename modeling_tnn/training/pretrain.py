@@ -321,7 +321,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
 def configure_logging(accelerator: Accelerator):
     """Log important messages from one process. Without this, accelerate would log each file that it writes."""
     logging.basicConfig(format="%(message)s")
-    for name in ("pretrain", "push_to_hub", "data", "runs"):
+    for name in ("pretrain", "demo", "push_to_hub", "data", "runs"):
         logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
@@ -356,12 +356,16 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
 
 
 def report(metrics: dict, args: PretrainArguments):
-    """Log the figures, the folders of the models and the next commands."""
+    """Log the figures and the folders of the models."""
     logger.info(
         "validation perplexity: {perplexity_before:.2f} before, {perplexity:.2f} after {steps} steps, best "
         "{best_perplexity:.2f} at step {best_step}; {tokens_per_second:.0f} tokens/s; saved in ".format(**metrics)
         + f"{args.output_dir}\nthe best model is in {args.output_dir}/best"
     )
+
+
+def report_next_steps(metrics: dict, args: PretrainArguments):
+    """Log the commands that use the model."""
     source = args.train_file or next(iter(args.dataset_name), None)
     is_genome = source is not None and is_fasta(source)
     kind = "causal" if args.objective == "clm" else "dna" if is_genome else "masked"
@@ -392,6 +396,13 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
 
 def start(args: PretrainArguments):
     """Train, save and publish as the options say, or measure a step with `--dry_run`."""
+    metrics = run(args)
+    if metrics is not None:
+        report_next_steps(metrics, args)
+
+
+def run(args: PretrainArguments) -> dict | None:
+    """Do the work of `start`; the figures of the run, or None of a dry one."""
     with contextlib.ExitStack() as held:
         try:
             accelerator = build_accelerator(args)
@@ -414,3 +425,4 @@ def start(args: PretrainArguments):
     # A process group that lives longer than the model sometimes aborts at exit.
     del pretraining
     gc.collect()
+    return metrics

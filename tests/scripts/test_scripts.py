@@ -26,7 +26,7 @@ def test_the_demo_learns_what_it_reads(tmp_path, caplog):
     run("demo", options)
     metrics = read(output, "metrics")
     assert metrics["perplexity_before"] > 100 > 3 > metrics["perplexity"]
-    assert metrics["tokens"] == 60 * 8 * 32 and read(output, "training_args")["tno_type"] == "fd"
+    assert metrics["tokens"] == 60 * 8 * 32 and read(output, "training_args")["config_overrides"] == "tno_type=fd"
     assert "Pack my box with five dozen jugs" in metrics["text"] and metrics["text"] in caplog.text
     assert AutoModelForCausalLM.from_pretrained(output).config.tno_type == "fd"
     assert AutoTokenizer.from_pretrained(output).decode([0]) == "<s>"

@@ -160,12 +160,13 @@ def test_what_does_not_start(monkeypatch, tmp_path):
 
 def test_the_demo_and_its_page(folder, monkeypatch):
     """It is trained first, unless there is a model already."""
-    done, page = [], "modeling_tnn.training.demo"
+    done, page, figures = [], "modeling_tnn.training.demo", {"unstable_layers": []}
     monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
-    monkeypatch.setattr(f"{page}.run", lambda args, config: done.append("trained"))
     monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))
     refused = run("demo.py", "--serve", "--output_dir", folder, check=False)
     assert (refused.returncode, done) == (2, [])
     assert "holds a model. Give --overwrite_output_dir to replace it" in refused.stderr
+    monkeypatch.setattr("modeling_tnn.training.pretrain.run", lambda args: done.append("trained") or figures)
+    (folder / "metrics.json").write_text("{}")
     run("demo.py", "--serve", "--output_dir", folder, "--overwrite_output_dir")
     assert done == ["trained", str(folder)]
