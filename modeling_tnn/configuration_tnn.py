@@ -265,6 +265,8 @@ class TnnConfig(PreTrainedConfig):
             N(0, d^-1.5) for embeddings, so that a new language model does not repeat the token just read.
         initializer_range: Standard deviation of `"normal"` and `"normal_gtu"`.
         use_cache: Whether causal models return a cache, the state that continues a sequence.
+        skip_logits: Whether language models in training compute the loss alone, in less time and memory: `logits` is
+            None where `labels` are given. Evaluation returns logits. It belongs to a training, and is not saved.
         tie_word_embeddings: Whether language modelling heads share the input embeddings.
 
     Raises:
@@ -368,6 +370,7 @@ class TnnConfig(PreTrainedConfig):
     initializer: str = "torch"
     initializer_range: float = 0.02
     use_cache: bool = True
+    skip_logits: bool = False
     tie_word_embeddings: bool = True
     bos_token_id: int | None = 0
     pad_token_id: int | None = 1
@@ -427,7 +430,7 @@ class TnnConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, as in transformers; without those of attention if there is none."""
-        left_out = {"_automatic", "_models", "max_kernel_length"}
+        left_out = {"_automatic", "_models", "max_kernel_length", "skip_logits"}
         left_out |= set() if has_attention(self) else ATTENTION_FIELDS
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 

@@ -56,8 +56,8 @@ class Extensions:
     def head_logits(self, head, hidden_states):
         """The logits `(B, L, V)` of a language model's head in a layout for compilers, or None."""
 
-    def head_loss(self, model, hidden_states, **options) -> tuple | None:
-        """The loss without all logits, and what computes them when read; or None. `options`: of `loss_and_logits`."""
+    def head_loss(self, model, hidden_states, **options):
+        """The loss of a language model without the logits of the whole batch, or None. `options`: of its loss."""
 
     def is_ready(self, cache, tokens, attention_mask) -> bool:
         """Whether `prepare_step` has made the cache ready for these tokens."""
@@ -74,10 +74,6 @@ class Extensions:
     def limit_documents(self, starts, most: int, field: str):
         """In a graph, `starts` after a check of the documents' lengths. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
-
-    def output_class(self, cls: type, logits) -> type:
-        """The class in place of `cls` of an output with these logits of `head_loss`."""
-        return cls
 
     def prepare_step(self, model, inputs: dict) -> dict:
         """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""

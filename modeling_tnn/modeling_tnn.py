@@ -438,8 +438,8 @@ class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
     ) -> tuple:
         """Return loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
 
-        `skip_logits` leaves the logits out; if it is None, they are computed when they are read. `shift_labels`
-        `(B, L)` are shifted already. `num_items_in_batch` divides the sum over labels, by default their number.
+        `shift_labels` `(B, L)` are shifted already. `num_items_in_batch` divides the sum over labels, by default
+        their number.
         """
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None:
@@ -450,9 +450,10 @@ class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
             return None, apply_linear(self.lm_head, hidden_states)
         options = {"ignore_index": ignore_index, "num_items_in_batch": kwargs.pop("num_items_in_batch", None)}
         options |= {"labels": labels, "shift_labels": shift_labels}
-        found = extensions.head_loss(self, hidden_states, skip_logits=skip_logits, **options)
-        if found is not None:
-            return found
+        skip_logits = self.config.skip_logits and self.training if skip_logits is None else skip_logits
+        loss = extensions.head_loss(self, hidden_states, **options) if skip_logits else None
+        if loss is not None:
+            return loss, None
         logits = extensions.head_logits(self.lm_head, hidden_states)
         logits = apply_linear(self.lm_head, hidden_states) if logits is None else logits
         loss = self.loss_function(logits=logits, vocab_size=logits.shape[2], **options | kwargs)
@@ -524,8 +525,8 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
 
         Args:
             labels: `(B, L)`, usually the `input_ids`. They are shifted inside; -100 is ignored.
-            skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, a training
-                step with labels computes the logits when they are read; `skip_logits=False` computes them at once.
+            skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, that is
+                `config.skip_logits` in training (`model.train()`) with labels, and False elsewhere.
             logits_to_keep: the number of last positions that get logits (0: all), or a tensor of positions.
             kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
                 sequences over devices give them. `ignore_index` replaces -100.
@@ -538,8 +539,7 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
         loss, logits = self.loss_and_logits(hidden_states, labels, skip_logits, **loss_options, **kwargs)
-        cls = CausalLMOutputWithPast if loss is None else extensions.output_class(CausalLMOutputWithPast, logits)
-        return head_output(cls, outputs, loss=loss, logits=logits)
+        return head_output(CausalLMOutputWithPast, outputs, loss=loss, logits=logits)
 
 
 # Trainer's label smoothing shifts the labels of the classes in this list.
@@ -578,8 +578,7 @@ class TnnForMaskedLM(TnnPreTrainedLanguageModel):
         outputs = self.model(input_ids, attention_mask, return_dict=True, **kwargs)
         hidden_states = self.transform(outputs.last_hidden_state)
         loss, logits = self.loss_and_logits(hidden_states, labels, skip_logits, **loss_options, **kwargs)
-        cls = MaskedLMOutput if loss is None else extensions.output_class(MaskedLMOutput, logits)
-        return head_output(cls, outputs, loss=loss, logits=logits)
+        return head_output(MaskedLMOutput, outputs, loss=loss, logits=logits)
 
 
 def head_dropout(config: TnnConfig) -> nn.Dropout:

@@ -43,7 +43,7 @@ print(f"{model.num_parameters():,} parameters")
 # %% [markdown]
 # ## Training
 #
-# transformers' Trainer, with nothing special.
+# transformers' Trainer. Without the logits, which it does not need, a step takes less time and memory.
 
 # %%
 arguments = TrainingArguments(
@@ -61,6 +61,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     dataloader_pin_memory=torch.cuda.is_available(),
 )
+model.config.skip_logits = True
 trainer = Trainer(
     model=model,
     args=arguments,

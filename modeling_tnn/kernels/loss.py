@@ -13,7 +13,6 @@ a chunk of logits into losses and p - e_y (`loss_triton.py`). A graph of torch.c
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -171,64 +170,16 @@ def linear_cross_entropy(hidden, weight, bias, labels: torch.Tensor, ignore_inde
     return LinearCrossEntropy.apply(hidden, weight, bias, labels, projected_dtype(hidden), ignore_index)
 
 
-class DeferredLogits:
-    """The logits of hidden states `(B, L, d)` by a plain linear head, in an output until they are read.
-
-    It passes through what hands outputs on: DistributedDataParallel, FSDP, and accelerate, which makes them anew.
-    """
-
-    def __init__(self, head: nn.Linear, hidden_states: torch.Tensor):
-        self.head, self.hidden_states = head, hidden_states
-        self.weight, self.version = head.weight, head.weight._version
-
-    def compute(self) -> torch.Tensor:
-        """The logits `(B, L, V)`, unless the weights of the head have changed since, or are gathered no longer."""
-        if self.head.weight is not self.weight or self.weight._version != self.version:
-            raise RuntimeError("`logits` must be read before the step or with skip_logits=False, got new weights")
-        return self.head(self.hidden_states.to(self.weight.dtype))  # autocast may have given them another one
-
-
-class DeferredOutput:
-    """An output with deferred logits: all ways to read a field give the logits themselves."""
-
-    def __getattribute__(self, name: str):
-        value = super().__getattribute__(name)
-        if isinstance(value, DeferredLogits):
-            value = self.logits = value.compute()
-        return value
-
-    def __getitem__(self, key):
-        value = super().__getitem__(key)
-        return self.logits if isinstance(value, DeferredLogits) else value
-
-    def get(self, key, default=None):
-        """The field `key`, or `default` if there is none."""
-        return self[key] if key in self else default  # noqa: SIM401 - this is `get`
-
-
-@cache
-def deferred(cls: type) -> type:
-    """A class of transformers' outputs with deferred logits."""
-    return dataclass(type(f"Deferred{cls.__name__}", (DeferredOutput, cls), {}))
-
-
-def output_class(cls: type, logits: torch.Tensor | DeferredLogits | None) -> type:
-    """The class of an output with these logits, in place of `cls`."""
-    return deferred(cls) if isinstance(logits, DeferredLogits) else cls
-
-
-def head_loss(model, hidden_states, labels, skip_logits, shift_labels, ignore_index: int, num_items_in_batch):
-    """The `loss_and_logits` of the model without the logits of the whole batch, or None where all are needed."""
-    deferred = skip_logits is None and model.training
-    if not ((skip_logits or deferred) and can_skip_logits(model)):
+def head_loss(model, hidden_states, labels, shift_labels, ignore_index: int, num_items_in_batch):
+    """The loss of a language model's hidden states `(B, L, d)`, or None where it needs the logits."""
+    if not can_skip_logits(model):
         return None
     if shift_labels is None:
         shift_labels = pad(labels[:, 1:], (0, 1), value=ignore_index) if model.config.causal else labels
     head, shift_labels = model.lm_head, shift_labels.flatten()
     loss = linear_cross_entropy(hidden_states.flatten(0, 1), head.weight, head.bias, shift_labels, ignore_index)
     count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    count = count.to(loss.device) if isinstance(count, torch.Tensor) else count
-    return loss / count, DeferredLogits(head, hidden_states) if deferred else None
+    return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
 
 
 def head_logits(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -244,4 +195,4 @@ def can_skip_logits(model: PreTrainedModel) -> bool:
     return plain and is_fused(model.config.tno_implementation)
 
 
-extensions.register(head_loss=head_loss, head_logits=head_logits, output_class=output_class)
+extensions.register(head_loss=head_loss, head_logits=head_logits)

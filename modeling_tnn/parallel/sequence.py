@@ -70,7 +70,7 @@ class SequenceParallel:
 
         mesh = init_device_mesh("cuda", (8,))
         with SequenceParallel(model, mesh) as parallel:
-            loss = model(input_ids=ids, labels=ids).loss  # of the whole sequence, in every process
+            loss = model(input_ids=ids, labels=ids, skip_logits=True).loss  # of the whole sequence, in every process
             loss.backward()
             parallel.add_gradients()
             optimizer.step()

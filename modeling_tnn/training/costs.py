@@ -19,7 +19,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from tnn_cli.errors import MemoryExceededError, is_out_of_memory, suggest_smaller
 
@@ -167,8 +166,7 @@ def dry_run(trainer: Trainer, runs: int = 1):
     args, loader = trainer.args, trainer.get_train_dataloader()
     inputs = next(iter(loader))
     with suggest_smaller("a training step", "give a smaller --per_device_train_batch_size"):
-        compute_loss = partial(trainer.compute_loss, num_items_in_batch=1)  # as in training: without logits
-        seconds, memory = measure_step(trainer.model, inputs, trainer.accelerator, compute_loss)
+        seconds, memory = measure_step(trainer.model, inputs, trainer.accelerator, trainer.compute_loss)
     passes = args.gradient_accumulation_steps
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(loader) / passes)
     unit = "tokens" if "input_ids" in inputs else "rows"

@@ -23,7 +23,8 @@ NUMBERS = ("global_step", "max_steps", "num_train_epochs", "epoch")
 class GroupingTrainer(Trainer):
     """Trainer with parameters that have settings of their own, and a bar with the loss.
 
-    It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False.
+    It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False. A language model
+    skips its logits in training.
 
     Args:
         groups: see `GroupArguments.groups`.
@@ -32,6 +33,8 @@ class GroupingTrainer(Trainer):
     def __init__(self, model, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
         config = getattr(model, "config", None)  # a plain module has none
         self.saved_cache = {"use_cache": config.use_cache} if hasattr(config, "use_cache") else {}
+        if hasattr(config, "skip_logits"):
+            config.skip_logits = True
         super().__init__(model, *arguments, **options)
         self.groups = groups or {}
         if self.pop_callback(ProgressCallback) is not None:

@@ -64,8 +64,8 @@ def summed_loss(
         config: the configuration of the model inside.
     """
     if isinstance(config, TnnConfig):
-        options = {"use_cache": False} if causal else {}
-        return model(input_ids=batch["input_ids"], labels=batch["labels"], num_items_in_batch=1, **options).loss
+        options = {"num_items_in_batch": 1, "skip_logits": True} | ({"use_cache": False} if causal else {})
+        return model(input_ids=batch["input_ids"], labels=batch["labels"], **options).loss
     inner = getattr(model, "module", model)  # as DistributedDataParallel and FSDP name it
     head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
     if head is not None and is_plain_linear(head):

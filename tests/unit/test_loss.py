@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from accelerate.utils import convert_to_fp32
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
-from helpers.models import RandomTexts, relative_error, seeded, slow, tiny_config
+from helpers.models import RandomTexts, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
 from modeling_tnn.kernels import loss
 from modeling_tnn.kernels.loss import can_skip_logits, eager_loss, linear_cross_entropy
@@ -127,7 +126,6 @@ def test_logits_in_evaluation():
     with_logits, without = model.eval()(**batch), model(**batch, skip_logits=True)
     assert with_logits.logits.shape == (3, 13, 99) and without.logits is None
     torch.testing.assert_close(with_logits.loss, without.loss)
-    assert model.train()(batch["input_ids"]).logits is not None
     with pytest.raises(ValueError, match="`labels` must be given with skip_logits=True, got None"):
         model(batch["input_ids"], skip_logits=True)
 
@@ -142,9 +140,10 @@ def largest_tensor(function) -> int:
 def test_no_tensor_has_the_size_of_the_logits():
     model, batch = model_and_batch(causal=True, vocab_size=5000, hidden_size=8)
     logits = 3 * 13 * 5000
-    assert largest_tensor(lambda: model(**batch, skip_logits=False).loss.backward()) >= logits
-    for options in ({"skip_logits": True}, {"num_items_in_batch": 5}):
-        assert largest_tensor(lambda options=options: model(**batch, **options).loss.backward()) < logits / 2
+    assert largest_tensor(lambda: model(**batch).loss.backward()) >= logits
+    assert largest_tensor(lambda: model(**batch, skip_logits=True).loss.backward()) < logits / 2
+    model.config.skip_logits = True
+    assert largest_tensor(lambda: model(**batch, num_items_in_batch=5).loss.backward()) < logits / 2
 
 
 class Doubled(nn.Linear):
@@ -172,7 +171,7 @@ def test_what_changes_head_or_loss_takes_part(name):
     assert not can_skip_logits(model_and_batch(causal=True, tno_implementation="eager")[0])
     model, batch = model_and_batch(causal=True)
     assert can_skip_logits(model)
-    before = model(**batch).loss.item()
+    before = model(**batch, skip_logits=True).loss.item()
     CHANGES[name](model)
     assert not can_skip_logits(model)
     found = model(**batch, skip_logits=True)
@@ -180,63 +179,59 @@ def test_what_changes_head_or_loss_takes_part(name):
     torch.testing.assert_close(found.loss, model(**batch, skip_logits=False).loss)
 
 
-READERS = {
-    "attribute": lambda outputs: outputs.logits,
-    "key": lambda outputs: outputs["logits"],
-    "get": lambda outputs: outputs.get("logits"),
-    "index": lambda outputs: outputs[1],
-    "tuple": lambda outputs: outputs.to_tuple()[1],
-    "accelerate": lambda outputs: convert_to_fp32(outputs).logits,
-    "pytree": lambda outputs: tree_map(lambda leaf: leaf, outputs).logits,
-}
-
-
 @pytest.mark.parametrize("causal, items", [(True, None), (False, 5)])
-def test_logits_in_training(causal, items):
-    """As of the models of transformers, with their gradients, however they are read, before the weights change."""
+def test_logits_in_training(causal, items, tmp_path):
+    """Those of transformers' models, unless the configuration or the call skips them. The field is not saved."""
     model, batch = model_and_batch(causal)
-    expected = model(batch["input_ids"]).logits
-    for name, read in READERS.items():
-        torch.testing.assert_close(read(model(**batch, num_items_in_batch=items)), expected, msg=name)
-    logits = model(**batch, num_items_in_batch=items, return_dict=False)[1]
-    wanted, found = (torch.autograd.grad(one.square().sum(), model.lm_head.weight) for one in (expected, logits))
-    torch.testing.assert_close(found, wanted)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = model(**batch, num_items_in_batch=items)
-    assert relative_error(outputs.logits, expected) < 0.02
-    outputs = model(**batch, num_items_in_batch=items)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="`logits` must be read before the step"):
-        _ = outputs.logits
+    cls, expected = CausalLMOutputWithPast if causal else MaskedLMOutput, model(batch["input_ids"]).logits
+    for skipped, options in ((False, {}), (True, {}), (True, {"skip_logits": False}), (False, {"skip_logits": True})):
+        model.config.skip_logits = skipped
+        outputs = model.train()(**batch, num_items_in_batch=items, **options)
+        assert type(outputs) is cls
+        if options.get("skip_logits", skipped):
+            assert outputs.logits is None and "logits" not in outputs
+        else:
+            torch.testing.assert_close(outputs["logits"], expected, rtol=0, atol=0)
+    model.config.skip_logits = True
+    for given in (model(batch["input_ids"]), model.eval()(**batch), model(batch["input_ids"])):
+        torch.testing.assert_close(given.logits, expected, rtol=0, atol=0)
+    model.save_pretrained(tmp_path)
+    assert not type(model).from_pretrained(tmp_path).config.skip_logits
+    assert type(model).from_pretrained(tmp_path, skip_logits=True).train()(**batch).logits is None
 
 
-class OwnLoss(Trainer):
-    """With a loss of the user's own, from logits."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        ours = model(**inputs).logits
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        torch.testing.assert_close(outputs.logits, ours, atol=0.02, rtol=0.02)
-        found = self.model.loss_function(outputs["logits"], inputs["labels"], vocab_size=99)
-        return (found, outputs) if return_outputs else found
+def own_loss(outputs, labels, num_items_in_batch):
+    return ForCausalLMLoss(outputs["logits"], labels, vocab_size=99, num_items_in_batch=num_items_in_batch)
 
 
-def test_a_loss_of_the_users_own(tmp_path):
-    """Trainer wraps models for bfloat16: the output comes to the user as another one."""
+def test_trainer(tmp_path):
+    """Without logits in training it learns as with them, and evaluates them; losses of its own get logits."""
     options = {"max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": True, "learning_rate": 1e-2}
-    arguments, trained = TrainingArguments(str(tmp_path), **options), []
-    for cls in (Trainer, OwnLoss):
-        trainer = cls(model_and_batch(True)[0], arguments, train_dataset=RandomTexts())
+    trained, metrics = [], {"compute_metrics": lambda found: {"words": found.predictions.shape[2]}}
+    for skipped, smoothing, given in (
+        (False, 0, {}),
+        (True, 0, {}),
+        (True, 0, {"compute_loss_func": own_loss}),
+        (True, 0.1, {}),
+    ):
+        arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=smoothing, **options)
+        model = model_and_batch(True)[0]
+        model.config.skip_logits = skipped
+        trainer = Trainer(
+            model, arguments, train_dataset=RandomTexts(), eval_dataset=RandomTexts(), **metrics, **given
+        )
         trained.append(trainer.train().training_loss)
-    assert trained[0] == pytest.approx(trained[1], abs=1e-2)
+        assert trainer.evaluate()["eval_words"] == 99
+    assert trained == pytest.approx(trained[:1] * 4, rel=0.1) and trained[:3] == pytest.approx(
+        trained[:1] * 3, abs=1e-2
+    )
 
 
 def test_a_batch_without_labels_is_nan_as_in_transformers():
     model, batch = model_and_batch(causal=True)
     batch["labels"][:] = -100
-    assert model(**batch).loss.isnan() and model(**batch, skip_logits=False).loss.isnan()
-    summed = model(**batch, num_items_in_batch=1).loss
+    assert model(**batch).loss.isnan() and model(**batch, skip_logits=True).loss.isnan()
+    summed = model(**batch, num_items_in_batch=1, skip_logits=True).loss
     summed.backward()
     assert summed == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
@@ -255,3 +250,6 @@ def test_compiled(causal, hosts, monkeypatch):
     assert outputs.logits.shape == (3, 13, 99) and outputs.logits.stride(1) == (99 if hosts else 128)
     outputs.loss.backward()
     torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)
+    model.config.skip_logits = True
+    alone = torch.compile(model, backend="eager", fullgraph=True)(**batch)
+    assert alone.logits is None and alone.loss == outputs.loss

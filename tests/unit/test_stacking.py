@@ -65,7 +65,7 @@ def is_stacked(model) -> bool:
 def outcome(model, ids: torch.Tensor, **options) -> dict:
     """The logits and the gradients of a training step."""
     model.zero_grad()
-    outputs = model.train()(ids, labels=ids, skip_logits=False, **options)
+    outputs = model.train()(ids, labels=ids, **options)
     outputs.loss.backward()
     return {"logits": outputs.logits} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
