@@ -149,7 +149,7 @@ def fitted(make: Maker, with_hats: bool = False) -> Callable[[PreTrainedModel], 
         length = model.config.max_position_embeddings
         for operator in operators(model):
             if with_hats:
-                operator.rpe.features = hats(operator.rpe.out.linear.in_features, length)
+                operator.rpe.features = hats(operator.rpe.out.linear.weight.shape[1], length)
             lags = torch.arange(length, dtype=operator.rpe.dtype)
             kernels = make(operator.channels, length).to(lags.dtype)  # (D, P)
             features = torch.cat([operator.rpe.features(lags), torch.ones_like(lags)[:, None]], dim=1)  # (P, w+1)

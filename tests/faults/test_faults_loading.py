@@ -18,6 +18,7 @@ from helpers.hub_server import TOKEN, HangUp, HubServer, client
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run_script, save_model, write_config, write_text
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
+from modeling_tnn.training import publishing
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -170,6 +171,7 @@ def hub(monkeypatch):
         api = huggingface_hub.HfApi(endpoint=server.url, token=TOKEN)
         monkeypatch.setattr("modeling_tnn.training.publishing.HfApi", lambda: api)
         monkeypatch.setattr("modeling_tnn.training.publishing.create_repo", api.create_repo)
+        monkeypatch.setattr("modeling_tnn.training.publishing.upload_folder", api.upload_folder)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
@@ -227,9 +229,13 @@ def test_models_of_finished_cards(hub, tmp_path, capsys):
 
 
 def test_pretraining_without_a_network(hub, tmp_path, monkeypatch):
-    """The repository is opened before. At its end the model is there, and is published by the command in the error."""
+    """The repository is opened before. At its end the model is there, and is published by the command in the error.
+
+    With its code, figures and a card; one of another kind as it is, without the checkpoints.
+    """
     config, text, out = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt"), tmp_path / "out"
     command = ["pretrain", "--config_name", config, "--train_file", text, "--output_dir", out, "--max_steps", 2]
+    command += ["--checkpointing_steps", 2, "--hub_private_repo"]
     hub.on_upload = hang_up
     with monkeypatch.context() as patched:
         patched.setattr("modeling_tnn.training.publishing.create_repo", NOWHERE.create_repo)
@@ -239,7 +245,11 @@ def test_pretraining_without_a_network(hub, tmp_path, monkeypatch):
     AutoModelForCausalLM.from_pretrained(out)
     hub.on_upload = lambda: None
     run_script("push_to_hub", out, "--repo_id", "user/out")
-    assert "metrics.json" in hub.files("user/out")
+    saved = {"config.json", "model.safetensors", "tokenizer.json", "metrics.json"}
+    assert saved | {"README.md", "modeling_tnn.py"} < hub.files("user/out").keys() and hub.repos["user/out"].private
+    publishing.upload(out, publishing.open_repository("user/other", out, None), "gpt2")
+    files = hub.files("user/other").keys()
+    assert saved < files and not any("checkpoint" in name for name in files)
 
 
 def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
 from helpers.scripts import assert_same_weights, figures, pretrain_options, program, read, run_script, tree, wait_until
-from tnn_cli.atomic import LOCK, claim, clean, new_files, new_folder, partial
+from tnn_cli.atomic import LOCK, claim, clean, new_files, new_folder
 from tnn_cli.runs import checkpoints, prune, remove_others
 
 STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
@@ -75,15 +75,6 @@ def names(path: Path) -> list[str]:
     return sorted(one.name for one in path.iterdir())
 
 
-def test_new_folder_replaces_one(tmp_path):
-    target = tmp_path / "best"
-    folder(target, "old")
-    with new_folder(target) as written:
-        (written / "file").write_text("new")
-        assert (target / "file").read_text() == "old" and written == partial(target)
-    assert (target / "file").read_text() == "new" and names(tmp_path) == ["best"]
-
-
 def test_clean_ends_what_was_begun(tmp_path):
     """Killed between the two renames, before the first, after the second, and while writing."""
     begun = {".best.old": "old", ".best.partial": "new", "checkpoint-3": "new", ".checkpoint-3.old": "old",
@@ -131,14 +122,7 @@ def test_prune(tmp_path):
 
 def test_a_run_goes_on_from_one_of_its_checkpoints(tmp_path):
     """Those behind it are gone: `latest` is none of them. A checkpoint of another run does not replace a model."""
-    options = pretrain_options(tmp_path, "clm") + [
-        "--max_eval_blocks",
-        4,
-        "--checkpointing_steps",
-        2,
-        "--eval_steps",
-        2,
-    ]
+    options = [*pretrain_options(tmp_path, "clm"), "--max_eval_blocks 4 --checkpointing_steps 2 --eval_steps 2"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     run_script("pretrain", *options, "--max_steps", 6, "--output_dir", whole)
     first = ["--resume_from_checkpoint", whole / "checkpoint-2", "--max_steps", 3]

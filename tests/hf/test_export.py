@@ -13,13 +13,6 @@ from helpers.mixers import MIXED
 from helpers.models import VALUES, VARIANTS, exhaustive, relative_error, seeded, slow, tiny_config, values_with_gaps
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnModel
 from modeling_tnn.tno_rtf import extend_kernel, kernel_of_any_length, rational_kernel
-from modeling_tnn.toeplitz import (
-    Pair,
-    exported_convolution,
-    exported_quotient,
-    inverse_matrix_transform,
-    matrix_transform,
-)
 from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
 
 P = 64
@@ -188,25 +181,6 @@ def test_real_values(name, causal, onnx, tmp_path):
         given = value_batch(name, rows, length)
         real = given["attention_mask"].bool() if name == "positions" else ...
         assert relative_error(run(**given)[0][real], model(**given)[0][real]) < 1e-5, (rows, length)
-
-
-def test_transforms_by_matrices():
-    for size in (2, 6, 64, 70):
-        x = torch.randn(3, size - 1, dtype=torch.float64)
-        spectrum = matrix_transform(x, size)
-        torch.testing.assert_close(torch.complex(*spectrum), torch.fft.rfft(x, n=size))
-        torch.testing.assert_close(inverse_matrix_transform(spectrum, size, 1, size - 1)[:, : size - 2], x[:, 1:])
-        other = torch.randn(2, 3, size // 2 + 1, dtype=torch.float64)
-        quotient = torch.complex(*spectrum) / torch.complex(*other)
-        torch.testing.assert_close(torch.complex(*spectrum.over(Pair(*other))), quotient)
-
-
-def test_circular_products_and_quotients():
-    x, kernel = torch.randn(2, 3, 7, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
-    y = exported_convolution(x, kernel, 12, 0)
-    expected = torch.fft.irfft(torch.fft.rfft(x, n=12) * torch.fft.rfft(kernel, n=12), n=12)
-    torch.testing.assert_close(y, expected[..., :7])
-    torch.testing.assert_close(exported_quotient(expected[0], kernel, 12, 7), x[0])
 
 
 @pytest.mark.parametrize("radius", [0.5, 0.999, 1.02])

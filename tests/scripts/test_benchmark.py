@@ -1,7 +1,6 @@
 """The benchmarks of `tnn benchmark`: every figure is of what its row names; the measurement of a GPU, on the CPU."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -123,19 +122,3 @@ def test_what_fails_says_so_and_the_others_go_on(measure_gpu, monkeypatch, tmp_p
     (steps,), _ = measure_gpu("--parts", "steps")
     assert {row["error"] for row in steps["rows"]} == {"ZeroDivisionError: division by zero"}
     assert len(steps["rows"]) > 3
-
-
-def test_no_row_begins_after_the_time(measure_gpu, monkeypatch, tmp_path):
-    """A part that had no time is in the file too."""
-
-    def slow(args):
-        yield {"way": "slow"}
-        time.sleep(0.5)
-        yield {"way": "slow"}
-        raise AssertionError("a row after the end")
-
-    monkeypatch.setitem(gpu.PARTS, "losses", ("A slow one", slow))
-    parts, shown = measure_gpu("--parts", "losses", "steps", "--minutes", 0.5 / 60)
-    assert [(part["part"], len(part["rows"])) for part in parts] == [("losses", 2), ("steps", 0)]
-    for part in parts:
-        assert f"{part['part']} (no time was left after {len(part['rows'])} rows)" in shown

@@ -9,13 +9,12 @@ from datasets import Dataset
 from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
-from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
+from helpers.scripts import SENTENCES, read, run_script, write_config, write_text
 from modeling_tnn.data.mixture import Mixture, open_source
 from modeling_tnn.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
 from tnn_cli.text_files import read_lines, read_lines_of
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
-WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +54,6 @@ def test_the_demo_corpus():
     assert [i for i, end in enumerate(corpus["train"][:40]["ends"]) if end] == [30]
     assert corpus["train"][31]["text"].startswith("Thus the heavens and the earth were finished")
     assert not corpus["train"][-1]["ends"] and corpus["validation"][-1]["ends"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="no shared data")
-def test_articles_of_wikitext():
-    """As many as WikiText-2 is said to have."""
-    for split, articles in (("train", 600), ("validation", 60), ("test", 60)):
-        assert sum(load_texts(str(WIKITEXT), "wikitext-2-v1", split)["ends"]) == articles
 
 
 @pytest.mark.parametrize("rows, block_size, enclose", [(1, 17, False), (7, 17, True), (10_000, 900, False)])

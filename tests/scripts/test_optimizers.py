@@ -2,7 +2,6 @@
 
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM, TrainingArgume
 from helpers.models import seeded, tiny_config
 from helpers.scripts import pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.training.grouping_trainer import GroupingTrainer, fit_to_device
+from modeling_tnn.training.grouping_trainer import GroupingTrainer
 from modeling_tnn.training.passes import build_optimizer, decayed_parameters
 from tnn_cli.training_arguments import GroupArguments, PretrainArguments
 
@@ -150,10 +149,7 @@ def test_muon_skips_a_step(model, tmp_path):
 
 
 def test_the_bar_of_trainer(tmp_path, capsys):
-    """It has the last loss and no dictionaries, and evaluations are lines; the filter of losses is a CPU's alone.
-
-    A step has no logits.
-    """
+    """It has the last loss and no dictionaries, and evaluations are lines. A step has no logits."""
     rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5]}] * 4
     args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1,
                              report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=False)  # fmt: skip
@@ -166,10 +162,6 @@ def test_the_bar_of_trainer(tmp_path, capsys):
     assert f"loss {last['loss']:.3f}, lr {last['learning_rate']:.1e}" in shown.err and "{" not in shown.out + shown.err
     loss = next(entry["eval_loss"] for entry in history if "eval_loss" in entry)
     assert f"step 1: validation loss {loss:.4g}\n" in shown.out.replace("\r", "\n")
-    for device, on_cpu in (("cpu", True), ("cuda", False)):
-        args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=True, logging_nan_inf_filter=True)
-        fit_to_device(args)
-        assert (args.dataloader_pin_memory, args.logging_nan_inf_filter) == (not on_cpu, on_cpu)
 
 
 def test_a_model_without_a_cache_gets_none(tmp_path):

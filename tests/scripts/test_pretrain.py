@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface_hub import RepoUrl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GPT2Config, set_seed
@@ -31,7 +30,6 @@ from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokeniz
 from modeling_tnn.training import passes
 from modeling_tnn.training.costs import flops_of_token, peak_of
 from modeling_tnn.training.passes import count_targets, summed_loss, token_losses
-from modeling_tnn.training.publishing import NOT_UPLOADED, upload
 from tnn_cli.runs import check_same_run, describe_run
 from tnn_cli.training_arguments import PretrainArguments
 
@@ -339,33 +337,3 @@ def test_what_a_checkpoint_must_agree_with():
         check_same_run("there", saved, run("rtf", optim="sgd"))
     older = {name: value for name, value in saved.items() if name not in ("optim", "config.tno_type")}
     check_same_run("there", older, run("rtf", optim="sgd"))
-
-
-def test_push_to_hub(pretrain, tmp_path, monkeypatch):
-    """The repository is there before training; the final model is staged with its code, figures and a card.
-
-    A model of another kind goes as it is: only what the run ends with.
-    """
-    calls, output = [], tmp_path / "out"
-
-    def create(name, private, exist_ok):
-        calls.append(("create", name, private, (output / "metrics.json").exists()))
-        return RepoUrl(f"https://huggingface.co/me/{name}")
-
-    def publish(folder, repo_id, private):
-        calls.append(("publish", repo_id, {path.name for path in folder.iterdir()}))
-
-    monkeypatch.setattr("modeling_tnn.training.publishing.create_repo", create)
-    monkeypatch.setattr("modeling_tnn.training.publishing.publish", publish)
-    pretrain("--checkpointing_steps 4 --push_to_hub --hub_private_repo")
-    created, published = calls
-    assert created == ("create", "out", True, False)
-    assert published[:2] == ("publish", "me/out")
-    assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json", "README.md"} < published[2]
-    assert "modeling_tnn.py" in published[2]
-    uploaded = []
-    monkeypatch.setattr(
-        "modeling_tnn.training.publishing.upload_folder", lambda **arguments: uploaded.append(arguments)
-    )
-    upload("out", "me/out", "gpt2")
-    assert uploaded == [{"repo_id": "me/out", "folder_path": "out", "ignore_patterns": NOT_UPLOADED}]

@@ -3,9 +3,7 @@
 It serves packed rows whatever their documents, and a few graphs serve all lengths.
 """
 
-import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +13,10 @@ from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import checkpoint_activations, random, relative_error, seeded, slow, tiny_config
 from helpers.products import ProductTests
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel, numerics
-from modeling_tnn.compile import product as recorded
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 from modeling_tnn.compile.product import convolution, convolution_gradients, gated_recorded
-from modeling_tnn.kernels import choice
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, gated_convolution, toeplitz_matmul
-from modeling_tnn.toeplitz_fused import NO_GATE, fused_convolution, window_gradients
+from modeling_tnn.toeplitz_fused import NO_GATE
 
 IDS = torch.arange(80).view(2, 40) % 90 + 5
 # Padding before, inside and after documents.
@@ -110,33 +106,6 @@ def test_what_no_graph_holds():
     (graph,) = backend.graphs
     (node,) = (node for node in graph.graph.nodes if "modeling_tnn.convolution" in str(node.target))
     assert tuple(node.args[1].meta["example_value"].shape) == (64, 152)
-
-
-@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), *slow(("fd", False))])
-def test_a_training_step_is_of_the_products_for_gpus(tno_type, causal, monkeypatch):
-    """Forward, and both gradients. FD gives taps to the graph, not a response, which these products do not take."""
-    called = []
-
-    def product(x, kernel, first):
-        called.append("product")
-        assert x.permute(2, 0, 1).is_contiguous()
-        return fused_convolution(x, kernel, recorded.windows_of(x, kernel, first))
-
-    def tile_gradients(g, x, kernel, u, mask, mixed, act, first, wanted):
-        called.append("gradients")
-        windows = recorded.windows_of(x.permute(1, 2, 0), kernel, first)
-        return window_gradients(g, x, kernel, u, mask, mixed, act, windows, wanted)
-
-    kernels = SimpleNamespace(tiled_convolution=product, tile_gradients=tile_gradients)
-    monkeypatch.setitem(sys.modules, "modeling_tnn.kernels.triton", kernels)
-    monkeypatch.setattr(choice, "refused_by_triton", lambda *_: None)
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    model = language_model(tno_type, causal, tno_implementation="auto")
-    found = results(compiled(model)[0], model)
-    assert called == ["product", "gradients"]
-    for layer in model.model.layers:
-        layer.mixer.tno.implementation = "fused"
-    assert_same(found, results(model, model))
 
 
 @pytest.mark.slow

@@ -1,13 +1,10 @@
 """Which product computes: by name, by the rule of `auto`, and by what can run."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers.dynamic_module_utils import get_imports
 
-from helpers.models import random, seeded, tiny_config
+from helpers.models import seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, numerics
 from modeling_tnn.extensions import Extensions
 from modeling_tnn.kernels import choice, fallback
@@ -122,17 +119,6 @@ def test_kernels_that_fail_are_left_after_one_warning(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "These do not run here, and others compute instead of them: RuntimeError: no C compiler"
     ]
-
-
-def test_the_chosen_product_computes(recent_gpu, monkeypatch):
-    """Kernels are cut to the sequence before the number of taps counts."""
-    called = []
-    kernels = SimpleNamespace(tiled_convolution=lambda v, kernel, *_: called.append(kernel.shape[1]) or v)
-    monkeypatch.setitem(sys.modules, "modeling_tnn.kernels.triton", kernels)
-    for length, taps in ((20, 8), (8, 600), (600, 600)):
-        causal_toeplitz_matmul(random(2, length, 3).float(), random(3, taps).float(), "auto")
-    causal_toeplitz_matmul(torch.ones(0, 5, 3), torch.ones(3, 2), "auto")  # no sequence: nothing to compute
-    assert called == [8, 8]
 
 
 def test_a_saved_folder_needs_no_package_of_gpus(tmp_path, caplog):

@@ -70,19 +70,6 @@ def test_other_sizes_and_operators():
     assert_is_definition(hyena_by_definition, mixer_of(MIXED["hyena"], "gaussian"), 17)
 
 
-def test_the_short_convolution_is_its_dense_matrix():
-    for taps, causal in ((1, True), (4, True), (1, False), (7, False)):
-        config = tiny_config("rpe", causal, short_conv_kernel=taps, toeplitz_mixer="hyena")
-        operator = seeded(ShortConvolution, config).double()
-        operator.reset_parameters()
-        assert not operator.bias.eq(0).any()
-        for length in (1, 2, 3, 17, 63):
-            v = random(2, length, operator.channels)
-            dense = torch.einsum("dij,bjd->bid", operator.dense(length), v)
-            assert relative_error(operator.matmul(v), dense) < 1e-12
-            assert relative_error(operator(v), dense + operator.bias) < 1e-12
-
-
 def test_an_offloaded_cache():
     cache = DynamicCache()
     cache.offloading = True

@@ -14,12 +14,10 @@ from helpers.models import (
     CAUSAL,
     RandomTexts,
     lively_language_model,
-    random,
     relative_error,
     seeded,
     tiny_config,
 )
-from helpers.products import compare_derivatives
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.mixers import apply_channel_major
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
@@ -228,20 +226,6 @@ def test_shift_labels():
 
 class Wrapped(nn.Linear):
     """As adapters and quantizers put it in the place of a linear layer."""
-
-
-@pytest.mark.parametrize("cls", [nn.Linear, Wrapped])
-def test_channel_major_linear(cls):
-    """Values, and gradients of inputs, weights and biases."""
-    layer, ordinary = cls(5, 4).double(), nn.Linear(5, 4).double()
-    ordinary.load_state_dict(layer.state_dict())
-    for shape in [(2, 7, 5), (1, 1, 5), (3, 1, 5), (7, 5)]:
-        x, found = random(*shape), []
-        for way, module in ((lambda x: apply_channel_major(layer, x), layer), (ordinary, ordinary)):
-            y = way(x)
-            found.append([y, *torch.autograd.grad(y.square().sum(), [x, module.weight, module.bias])])
-        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-    compare_derivatives((lambda x: apply_channel_major(layer, x), ordinary), (random(2, 7, 5),), orders=2)
 
 
 @pytest.mark.parametrize("cls", [nn.Linear, Wrapped])

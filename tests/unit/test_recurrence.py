@@ -5,13 +5,11 @@ import copy
 import pytest
 import torch
 
-from helpers.caches import states_of
 from helpers.models import relative_error, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, numerics, recurrence, tno_modal, tno_rtf
-from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop, memory_per_sequence
+from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop
 from modeling_tnn.history import SLACK, HistoryBuffer
 from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_rpe import taps_above
 
 # Operators that need different ways to decode.
 KINDS = {
@@ -244,38 +242,6 @@ def test_state_does_not_grow(kind):
     for _ in range(8):
         advance(chunked, random_input(1000, operator), operator)
     assert bytes_per_sequence(chunked) <= max(sizes) + 8 * operator.channels * 1200
-
-
-def test_number_of_taps_follows_from_the_decay():
-    for decay, share in ((0.99, 2**-23), (0.99, 2**-52), (0.5, 2**-12)):
-        taps = taps_above(decay, share)
-        assert decay**taps <= share < decay ** (taps - 1)
-    assert taps_above(1.0, share) is None
-
-
-def test_memory_counts_all_layers():
-    model = seeded(TnnForCausalLM, tiny_config())
-    cache = model(torch.arange(20).view(2, 10)).past_key_values
-    held = [state.prompt.v for state in states_of(cache)]
-    assert memory_per_sequence(cache) == sum(one.nbytes // 2 for one in held)
-    model(torch.arange(2).view(2, 1), past_key_values=cache)
-    held = [one for state in states_of(cache) for one in (state.history.buffer, *state.tensors.values())]
-    assert memory_per_sequence(cache) == sum(one.nbytes // 2 for one in held)
-
-
-@pytest.mark.parametrize("reach", [10, 600])
-def test_a_history(reach):
-    """Appended and cropped; also of a ring, whose newest values lie on both sides of its front now and then."""
-    values, position = torch.arange(5700.0).view(1, 1, -1), 1000
-    history = HistoryBuffer(values[..., :position], reach)
-    while position < 5000:
-        for count in [1] * 100 + ([500, 3, 7] if reach == 10 else []):
-            history.append(values[..., position : position + count])
-            position += count
-        history.drop(60)
-        position -= 60
-        assert torch.equal(history.last(reach)[0, 0], values[0, 0, position - reach : position])
-    assert history.buffer.shape[-1] < reach + 1200
 
 
 def unstable_model(radius):

@@ -22,7 +22,6 @@ from helpers.models import (
 )
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics
 from modeling_tnn.extensions import extensions
-from modeling_tnn.kernels import stacking
 from modeling_tnn.kernels.stacking import kernels_of_layers
 
 FIELDS = {
@@ -284,15 +283,3 @@ def test_second_derivatives(monkeypatch):
         results.append(torch.autograd.grad(sum(one.square().sum() for one in first), weights))
     for found, expected in zip(*reversed(results), strict=True):
         assert relative_error(found, expected) < 1e-11
-
-
-@pytest.mark.slow
-def test_compiled(monkeypatch):
-    """A traced graph has the kernels in their layers, and no guard on what makes layers alike."""
-    monkeypatch.setattr(stacking, "are_alike", None)
-    model, ids = model_of(), torch.arange(22).view(2, 11)
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ("cpu",))
-    expected = model(ids).logits
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)

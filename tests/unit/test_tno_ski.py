@@ -170,12 +170,3 @@ def test_weights_of_a_million_positions():
     lags = torch.tensor([-(10.0**6), -1e5, 1e5, 1e6], dtype=torch.float64)
     expected = operator.warped_kernel(lags)
     assert relative_error(operator.float().warped_kernel(lags.float()), expected) < 1e-6
-
-
-def test_a_shorter_text_has_the_weights_of_a_longer_one():
-    """So padding changes nothing."""
-    grid = InducingGrid(300, 63, 511)
-    whole = grid.matrix(torch.zeros(1, dtype=torch.float64))
-    for length in (1, 2, 17, 200):
-        part = grid._replace(length=length).matrix(whole)
-        assert torch.equal(part, whole[:length, : part.shape[1]]) and not whole[:length, part.shape[1] :].any()

@@ -11,7 +11,6 @@ from torch.nn.functional import silu
 from helpers.models import random, relative_error
 from helpers.products import ProductTests, compare_derivatives, dense_product
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_fused, toeplitz_matmul
-from modeling_tnn.numerics import next_fast_len
 from modeling_tnn.toeplitz import fit_lags
 from modeling_tnn.toeplitz_fused import Gate, activated_product
 
@@ -126,16 +125,6 @@ def test_low_precision_is_rounded_once():
         exact = causal_toeplitz_matmul(v.double(), kernel, "eager", Gate(u.double(), silu))
         actual = causal_toeplitz_matmul(v, kernel.float(), "fused", Gate(u, silu))
         assert actual.dtype == dtype and relative_error(actual, exact) < torch.finfo(dtype).eps
-
-
-def test_transform_lengths():
-    for minimum in range(1, 5000):
-        length = next_fast_len(minimum)
-        assert minimum <= length < 2 * minimum
-        for factor in (2, 3, 5):
-            while length % factor == 0:
-                length //= factor
-        assert length == 1
 
 
 V, TAPS = torch.ones(2, 5, 3), torch.ones(3, 9)
