@@ -4,11 +4,7 @@ Times are measured with all variants interleaved in one process. Every ratio is 
 What the pages on papers show beside these is measured by `docs/research/benchmark.py`.
 
 Example:
-    python scripts/benchmark.py products
-    python scripts/benchmark.py products --ways rpe fd ski --bidirectional --decay 1 --lengths 2048 8192
     python scripts/benchmark.py models --model_name_or_path outputs/rpe outputs/rotary --contexts 512 14336
-    python scripts/benchmark.py decoding --contexts 512 16384
-    python scripts/benchmark.py serving --hidden_size 256
     python scripts/benchmark.py gpu --output_dir outputs/gpu
 """
 
@@ -25,12 +21,7 @@ from tnn_cli.atomic import check_writable, write_json
 from tnn_cli.declared import declared_keys, declared_text
 from tnn_cli.parser import ProgramParser, option
 
-OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
-PRODUCTS = ("released", *(way for name in OPERATORS for way in (name, f"{name} eager")))
-TNNS = declared_keys("modeling_tnn.benchmarks.peers", "FIELDS")
-DECODERS = (*TNNS, *declared_keys("modeling_tnn.benchmarks.decoding", "DOTS"))
 PARTS = declared_keys("modeling_tnn.benchmarks.gpu", "PARTS")
-WIDTH, CONTEXTS = "Width of the models.", "Tokens in the context."
 
 
 @dataclass
@@ -44,44 +35,13 @@ class Benchmark:
 
 
 @dataclass
-class Products(Benchmark):
-    ways: list[Literal[*PRODUCTS]] = option(["released", "rpe", "rpe eager"], "Variants to compare.")
-    lengths: list[int] = option([512, 2048, 8192])
-    tokens: int = option(8192, "Tokens in a batch.")
-    decay: float = option(0.99, "Decay of the kernels; 1 for none.")
-    hidden_size: int = option(512, WIDTH)
-    bidirectional: bool = option(False, "Measure bidirectional operators.")
-    state_size: int = option(64, "Order of the rtf operator.")
-
-
-@dataclass
 class Models(Benchmark):
     model_name_or_path: list[str] = field(kw_only=True)
     block_size: int = 512
     tokens: int = option(2048, "Tokens in a batch.")
     bf16: bool = option(False, "Train under autocast in bfloat16.")
-    contexts: list[int] = option([512, 8192], CONTEXTS)
+    contexts: list[int] = option([512, 8192], "Tokens in the context.")
     batch_size: int = 1
-
-
-@dataclass
-class Decoding(Benchmark):
-    ways: list[Literal[*DECODERS]] = option(["rpe-no-decay", "matmul", "vecdot"], "Variants to compare.")
-    contexts: list[int] = option([512, 16384], CONTEXTS)
-    batch_size: int = 1
-    hidden_size: int = option(512, WIDTH)
-
-
-@dataclass
-class Serving(Benchmark):
-    hidden_size: int = option(512, WIDTH)
-    num_hidden_layers: int = option(6, "Number of layers.")
-    vocab_size: int = option(10000, "Size of the vocabulary.")
-    models: list[Literal[*TNNS]] = option(["rpe", "fd", "rtf", "modal"], "Models to compare.")
-    requests: int = option(32, "Number of texts.")
-    alone: int = option(4, "How many of them `generate` writes in a repeat.")
-    prompts: list[int] = option([16, 64], "Least and most tokens of a prompt.", nargs=2)
-    new_tokens: int = option(128, "Tokens that are written after a prompt.")
 
 
 @dataclass
@@ -95,10 +55,7 @@ class Gpu(Benchmark):
 
 # Each is a module of `benchmarks/` with `run` and `table`.
 SUITES = {
-    "products": (Products, "forward and backward of one operator, compared with the released form"),
     "models": (Models, "trained models side by side: training step, new token, state"),
-    "decoding": (Decoding, "time per new token in one operator, compared with dot products"),
-    "serving": (Serving, "many texts at once, compared with one after the other"),
     "gpu": (Gpu, "what only a GPU can tell: how fast are losses, training steps, decoding and products?"),
 }
 

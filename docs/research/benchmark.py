@@ -11,6 +11,9 @@ Example:
     python docs/research/benchmark.py state_size
     python docs/research/benchmark.py long_range --models rpe transformer
     python docs/research/benchmark.py mixing
+    python docs/research/benchmark.py products --ways rpe fd ski --bidirectional --decay 1 --lengths 2048 8192
+    python docs/research/benchmark.py decoding --contexts 512 16384
+    python docs/research/benchmark.py serving --hidden_size 256
 """
 
 import argparse
@@ -20,8 +23,9 @@ from pathlib import Path
 
 from tnn_cli.errors import report_errors
 
-from suites.peers import DEPTHS
-from suites.plot import plot
+from suites.decoding import DOTS
+from suites.peers import DEPTHS, FIELDS
+from suites.plot import AXES, plot
 
 from modeling_tnn.benchmarks.measure import measured
 from modeling_tnn.configuration_tnn import DIRECTIONS
@@ -44,6 +48,9 @@ WAYS = {
                    "transformer", "reformer", "nystromformer", "fnet"],
     "mixing": ["toeplitz", "convolution", "recurrent", "attention", "linear attention", "mlp", "fourier",
                "state space", "coefficients"],
+    "products": ["released", *(f"{name}{twin}" for name in DIRECTIONS for twin in ("", " eager"))],
+    "decoding": [*FIELDS, *DOTS],
+    "serving": list(FIELDS),
 }  # fmt: skip
 DEFAULTS = {
     "training": ["released", "eager", "fused", "gpt2", "llama", "matmul"],
@@ -52,6 +59,9 @@ DEFAULTS = {
     "streaming": ["rpe"],
     "long_range": ["rpe", "fd", "ski", "rtf", "s4d", "transformer"],
     "mixing": WAYS["mixing"],
+    "products": ["released", "rpe", "rpe eager"],
+    "decoding": ["rpe-no-decay", "matmul", "vecdot"],
+    "serving": ["rpe", "fd", "rtf", "modal"],
 }
 # The options of each suite with their defaults.
 SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -67,6 +77,11 @@ OPTIONS = {
                    "length": [4096], "batch_size": 2},
     "long_range": {"models": [], "lengths": [1024, 2048, 3072, 4096, 5120], "batch_size": 1, "config_overrides": ""},
     "mixing": {"ways": [], "lengths": BATCHES["lengths"], "channels": 512, "batch_size": 1},
+    "products": {"ways": [], **BATCHES, "hidden_size": 512, "bidirectional": False, "state_size": 64},
+    "decoding": {"ways": [], "contexts": [512, 16384], "batch_size": 1, "hidden_size": 512},
+    # `alone` of the `requests` are written by `generate` too; `prompts` have so many tokens, least and most.
+    "serving": {"models": [], **SIZES, "num_hidden_layers": 6, "vocab_size": 10000, "requests": 32, "alone": 4,
+                "prompts": [16, 64], "new_tokens": 128},
 }  # fmt: skip
 
 
@@ -79,7 +94,9 @@ def parse_arguments() -> argparse.Namespace:
         suite.add_argument("--device")
         suite.add_argument("--threads", type=int, default=1, help="CPU threads; with 1, CPU time is measured.")
         suite.add_argument("--output_file", type=Path)
-        suite.add_argument("--plot", type=Path, help="PNG file for a picture.")
+        suite.set_defaults(plot=None)
+        if name in AXES:
+            suite.add_argument("--plot", type=Path, help="PNG file for a picture.")
         for option, default in options.items():
             if default == []:
                 suite.add_argument(f"--{option}", nargs="+", choices=WAYS[name], default=DEFAULTS[name])

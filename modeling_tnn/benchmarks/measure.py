@@ -51,17 +51,6 @@ def ratio(above: list[float], below: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], **fields) -> list[dict]:
-    """One row for each variant: milliseconds, tokens per second, and the speedup over each base."""
-    return [
-        fields
-        | {"way": name, "milliseconds": 1000 * statistics.median(seconds)}
-        | {"tokens_per_second": tokens / statistics.median(seconds)}
-        | {f"{base}_over_this": ratio(times[base], seconds) for base in bases if base in times}
-        for name, seconds in times.items()
-    ]
-
-
 def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
     """The additional peak memory of `run` on a GPU; none on a CPU."""
     if not args.device.startswith("cuda"):

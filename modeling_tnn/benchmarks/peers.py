@@ -12,15 +12,6 @@ from ..extensions import IMPLEMENTATIONS
 from ..kernels.loss import linear_cross_entropy
 from ..modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 
-# The operators of the benchmarks of decoding and of serving.
-FIELDS = {
-    "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
-    "rpe": {"tno_type": "rpe", "decay": 0.99},
-    "fd": {"tno_type": "fd", "rpe_layers": 3},
-    "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
-    "modal": {"tno_type": "modal"},
-}
-
 
 def tnn(args, length: int, **fields) -> TnnForCausalLM | TnnForMaskedLM:
     fields |= {"hidden_size": args.hidden_size, "decay": args.decay, "hidden_dropout_prob": 0.0}

@@ -10,9 +10,7 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import run, table_rows
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.benchmarks import gpu, gpu_models
-from modeling_tnn.benchmarks.products import released_product
 from modeling_tnn.cache_tnn import memory_per_sequence
-from modeling_tnn.tno_auto import build_tno
 
 SIZES = {"vocab_size": 99, "hidden_size": 16}
 LLAMA = LlamaConfig(
@@ -31,38 +29,6 @@ def measure(tmp_path):
         return json.loads((tmp_path / "figures.json").read_text())["rows"], table_rows(shown)[2:]
 
     return measure
-
-
-@pytest.mark.parametrize(("options", "ways"), [
-    ("--decay 1", ["released", "rpe", "fd", "rtf"]), ("--bidirectional", ["released", "rpe", "rpe eager", "ski"]),
-])  # fmt: skip
-def test_products(options, ways, measure):
-    rows, shown = measure("products", f"--hidden_size 64 --lengths 16 100 --tokens 200 {options}", "--ways", *ways)
-    assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in (16, 100) for way in ways]
-    assert all(row["milliseconds"] > 0 and row["released_over_this"] > 0 for row in rows)
-    assert all(row["released_over_this"] == 1 for row in rows if row["way"] == "released")
-    assert [cells[:2] for cells in shown] == [[str(row["length"]), row["way"]] for row in rows]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_released_form_is_the_same_product(causal):
-    operator = build_tno(tiny_config(causal=causal)).double()
-    v = torch.randn(2, 37, operator.channels, dtype=torch.float64)
-    torch.testing.assert_close(released_product(operator, v), operator(v))
-
-
-def test_serving(measure):
-    rows, _ = measure("serving", "--hidden_size 64 --num_hidden_layers 2 --vocab_size 100 --requests 4 --alone 1",
-                      "--new_tokens 5 --models rtf modal")  # fmt: skip
-    assert [row["arrivals"] for row in rows] == 2 * ["at once", "in turn"]
-    assert all(0 < row["token_ms"] <= row["token_ms_p99"] and row["over_alone"] > 0 for row in rows)
-
-
-def test_decoding(measure):
-    ways = ["fd", "modal", "matmul", "vecdot"]
-    rows, _ = measure("decoding", "--hidden_size 16 --contexts 5 70", "--ways", *ways)
-    assert [(row["context"], row["way"]) for row in rows] == [(context, way) for context in (5, 70) for way in ways]
-    assert all(row["over_shortest_context"] == 1 and row["best_dot_over_this"] > 0 for row in rows[:4])
 
 
 @pytest.fixture

@@ -382,9 +382,9 @@ class TestPresets(ProgramTests):
 
 class TestBenchmark(ProgramTests):
     command = "benchmark"
-    needed = "products"
+    needed = "models --model_name_or_path tnn"
     # `--output_dir` is an option of `benchmark gpu` alone.
-    refused = {"--lenghts 3": "did you mean --lengths[?]", "--output_dir x": "did you mean --output_file[?]"}
+    refused = {"--tokenz 3": "did you mean --tokens[?]", "--output_dir x": "did you mean --output_file[?]"}
 
 
 def test_every_program_has_a_command_and_a_class():

@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+from helpers.models import tiny_config
 from helpers.scripts import ROOT, TEXT, read, save_model, table_rows, words
+from modeling_tnn.tno_auto import build_tno
 from tnn_cli.parser import load_config, parse_overrides
 
 sys.path.append(str(ROOT / "docs" / "research"))
 pytestmark = pytest.mark.slow
-suites, distil = import_module("benchmark"), import_module("distil")
+suites, distil, products = map(import_module, ("benchmark", "distil", "suites.products"))
 
 
 @pytest.fixture
@@ -25,7 +27,8 @@ def measure(tmp_path, monkeypatch, capsys):
     def measure(suite: str, *options) -> tuple[list[dict], list[list[str]]]:
         """The rows of its file, and of the table that it shows."""
         output = tmp_path / "figures.json"
-        given = [suite, "--repeats", 1, "--output_file", output, "--plot", tmp_path / "figures.png", *options]
+        given = [suite, "--repeats", 1, "--output_file", output, *options]
+        given += ["--plot", tmp_path / "figures.png"] if suite in suites.AXES else []
         monkeypatch.setattr(sys, "argv", ["benchmark.py", *words(*given)])
         suites.main()
         return json.loads(output.read_text())["rows"], table_rows(capsys.readouterr().out)[2:]
@@ -44,16 +47,28 @@ SUITES = [
      ["rtf", "s4d", "s4", "scan"]),
     ("long_range", "--lengths 64 70 --config_overrides num_hidden_layers=2", suites.DEFAULTS["long_range"]),
     ("mixing", "--lengths 17 --channels 64", suites.WAYS["mixing"]),
+    ("products", f"{STEPS} --decay 1", ["released", "rpe", "fd", "rtf"]),
+    ("products", f"{STEPS} --bidirectional", ["released", "rpe", "rpe eager", "ski"]),
+    ("decoding", "--hidden_size 16 --contexts 5 70", ["fd", "modal", "matmul", "vecdot"]),
+    ("serving", "--hidden_size 64 --num_hidden_layers 2 --vocab_size 100 --requests 4 --alone 1 --new_tokens 5",
+     ["rtf", "modal"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("suite", "options", "ways"), SUITES)
 def test_suites(suite, options, ways, measure):
     """A row for every way, in the file and in the table."""
-    name = "model" if suite == "generation" else "way"
-    given = [f"--{name}s", *ways] if suite in ("training", "memory", "generation") else []
+    name = "model" if suite in ("generation", "serving") else "way"
+    given = [] if suite in ("state_size", "long_range", "mixing") else [f"--{name}s", *ways]
     rows, shown = measure(suite, options, *given)
     assert {row[name] for row in rows} == set(ways) and shown
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_released_form_is_the_same_product(causal):
+    operator = build_tno(tiny_config(causal=causal)).double()
+    v = torch.randn(2, 37, operator.channels, dtype=torch.float64)
+    torch.testing.assert_close(products.released_product(operator, v), operator(v))
 
 
 @pytest.mark.parametrize("fit", distil.FITS)

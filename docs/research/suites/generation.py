@@ -14,14 +14,13 @@ import time
 from functools import partial
 
 import torch
-from suites.peers import ATTENTION, attention_fields
+from suites.peers import ATTENTION, FIELDS, attention_fields
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from modeling_tnn.benchmarks.measure import clock, markdown
 from modeling_tnn.benchmarks.measure import ratio as measured_ratio
 from modeling_tnn.benchmarks.models import layer_bytes
-from modeling_tnn.benchmarks.peers import FIELDS
 from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 
 TURN = 32

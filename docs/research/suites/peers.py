@@ -4,14 +4,22 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from suites.products import operator_sizes, released_product
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.benchmarks import peers
-from modeling_tnn.benchmarks.products import operator_sizes, released_product
 from modeling_tnn.configuration_tnn import FULL, TOEPLITZ
 from modeling_tnn.tno_auto import OPERATORS
 from modeling_tnn.tno_rpe import RpeOperator
 
+# The operators of the benchmarks of decoding and of serving.
+FIELDS = {
+    "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
+    "rpe": {"tno_type": "rpe", "decay": 0.99},
+    "fd": {"tno_type": "fd", "rpe_layers": 3},
+    "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
+    "modal": {"tno_type": "modal"},
+}
 # Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz
 # layers needs positions.
 ATTENTION = {"hybrid": lambda i: i % 4 == 1, "attention": lambda i: True}

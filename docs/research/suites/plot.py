@@ -16,6 +16,8 @@ AXES = {
     "state_size": ("state_size", "way", "milliseconds", "state size", "forward and backward, ms"),
     "long_range": ("length", "way", "steps_per_second", "sequence length", "training steps per second"),
     "mixing": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
+    "products": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
+    "decoding": ("context", "way", "microseconds_per_token", "tokens seen before", "µs per token"),
     "streaming": ("tokens", "way", "microseconds_per_token", "tokens streamed", "µs per token"),
 }
 

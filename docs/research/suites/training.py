@@ -10,9 +10,10 @@ from functools import partial
 
 import torch
 from suites.peers import BUILDERS, build_model
+from suites.products import rows_of
 
 from modeling_tnn.benchmarks import gpu_models
-from modeling_tnn.benchmarks.measure import autocast, markdown, measure, peak_on_device, rows_of
+from modeling_tnn.benchmarks.measure import autocast, markdown, measure, peak_on_device
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}

@@ -7,16 +7,28 @@ the length along the second-last axis, with every intermediate result saved for 
 
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 import torch
 
-from ..configuration_tnn import TnnConfig
-from ..tno import ToeplitzOperator
-from ..tno_auto import build_tno
-from .measure import markdown, measure, peak_on_device, rows_of
+from modeling_tnn.benchmarks.measure import markdown, measure, peak_on_device, ratio
+from modeling_tnn.configuration_tnn import TnnConfig
+from modeling_tnn.tno import ToeplitzOperator
+from modeling_tnn.tno_auto import build_tno
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "released_over_this": ".2f", "rpe_over_this": ".2f"}
 FORMATS |= {"tokens_per_second": ".0f", "peak_mebibytes": ".0f"}
+
+
+def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], **fields) -> list[dict]:
+    """One row for each variant: milliseconds, tokens per second, and the speedup over each base."""
+    return [
+        fields
+        | {"way": name, "milliseconds": 1000 * median(seconds)}
+        | {"tokens_per_second": tokens / median(seconds)}
+        | {f"{base}_over_this": ratio(times[base], seconds) for base in bases if base in times}
+        for name, seconds in times.items()
+    ]
 
 
 def operator_sizes(length: int) -> dict[str, int]:
