@@ -26,7 +26,7 @@ from typing import Literal
 from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.model_path import check_model_path
-from tnn_cli.parser import check_counts, option, parse_arguments
+from tnn_cli.parser import check_counts, option, parse_arguments, require
 from tnn_cli.text_files import check_file, check_source
 
 
@@ -64,11 +64,10 @@ class EvaluateArguments:
             raise ValueError(f"--lengths must be at least 2, got {shortest}")
         if self.objective == "mlm" and stride is not None:
             raise ValueError(f"--stride must not be given with --objective mlm (rows do not overlap), got {stride}")
-        if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"--mlm_probability must be in (0, 1), got {self.mlm_probability}")
+        require(self, "mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         check_counts(self, "tokens_per_pass", "max_tokens")
-        if stride is not None and not 1 <= stride < shortest:
-            raise ValueError(f"--stride must be at least 1 and below the smallest of --lengths, got {stride}")
+        fits = stride is None or 1 <= stride < shortest
+        require(self, "stride", fits, "at least 1 and below the smallest of --lengths")
         if self.validation_file is not None:
             check_file(self.validation_file, whole=False)
         else:

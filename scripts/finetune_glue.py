@@ -20,7 +20,7 @@ from tnn_cli.errors import report_errors
 
 from tnn_cli.declared import declared_keys, start
 from tnn_cli.model_path import check_model_path, check_path
-from tnn_cli.parser import check_counts, option
+from tnn_cli.parser import check_counts, option, require
 from tnn_cli.text_files import check_file
 from tnn_cli.training_arguments import GroupArguments
 
@@ -73,23 +73,20 @@ class GlueArguments(GroupArguments):
             raise ValueError(
                 "either --task_name, --dataset_name, or both --train_file and --validation_file must be given"
             )
-        if self.dataset_config_name and self.dataset_name is None:
-            raise ValueError("--dataset_config_name must be given with --dataset_name")
+        of_set = self.dataset_name is not None or not self.dataset_config_name
+        require(self, "dataset_config_name", of_set, "given with --dataset_name")
         if self.sentence_keys and (self.task_name is not None or self.sentence1_key is None):
             raise ValueError(
                 "--sentence1_key must be given with --train_file or --dataset_name, --sentence2_key with the first"
             )
-        if self.label_key != "label" and self.task_name is not None:
-            raise ValueError(f"--label_key must be given with --train_file or --dataset_name, got {self.label_key}")
-        if self.class_weights not in (None, "balanced"):
-            raise ValueError(f"--class_weights must be balanced, got {self.class_weights}")
-        if self.early_stopping_patience is not None and self.sweep:
-            raise ValueError("--early_stopping_patience must be given without --sweep, which saves no checkpoints")
-        if self.metric_name is not None and (self.task_name is not None or self.metric_name not in METRICS):
-            raise ValueError(
-                f"--metric_name must be absent with --task_name, and one of {', '.join(METRICS)}, "
-                f"got {self.metric_name}"
-            )
+        of_rows = self.task_name is None
+        require(self, "label_key", of_rows or self.label_key == "label", "given with --train_file or --dataset_name")
+        require(self, "class_weights", self.class_weights in (None, "balanced"), "balanced")
+        stops = self.early_stopping_patience is not None
+        without = "given without --sweep, which saves no checkpoints"
+        require(self, "early_stopping_patience", not (stops and self.sweep), without)
+        known = self.metric_name is None or (of_rows and self.metric_name in METRICS)
+        require(self, "metric_name", known, f"absent with --task_name, and one of {', '.join(METRICS)}")
         for file in filter(None, (*files, self.test_file)):
             check_file(file, whole=False)
         if self.task_name == ["all"]:

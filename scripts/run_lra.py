@@ -17,7 +17,7 @@ from tnn_cli.errors import report_errors
 
 from tnn_cli.declared import declared_keys, start
 from tnn_cli.model_path import check_path
-from tnn_cli.parser import check_counts, option
+from tnn_cli.parser import check_counts, option, require
 from tnn_cli.task_arguments import ClassifierArguments
 
 
@@ -40,10 +40,9 @@ class LraArguments(ClassifierArguments):
         check_counts(self, "max_length")
         if self.dataset_path is not None:
             check_path(self.dataset_path, "--dataset_path")
-        if self.pair_column is not None and self.task != "retrieval":
-            raise ValueError(f"--pair_column must be given for retrieval alone, got {self.task}")
-        if self.extra_test is not None and self.dataset_path is None:
-            raise ValueError(f"--extra_test must be given with --dataset_path, got only {self.extra_test}")
+        of_pairs, own_data = self.task == "retrieval", self.dataset_path is not None
+        require(self, "pair_column", self.pair_column is None or of_pairs, "given for retrieval alone")
+        require(self, "extra_test", self.extra_test is None or own_data, "given with --dataset_path")
 
 
 @report_errors

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.declared import start
-from tnn_cli.parser import option, parse_overrides
+from tnn_cli.parser import option, parse_overrides, require
 from tnn_cli.task_arguments import ComparisonArguments
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ class SyntheticArguments(ComparisonArguments):
         self.models()
 
     def _require(self, name: str, holds: bool, allowed: str):
-        if not holds:
-            value = getattr(self, name)
-            given = " ".join(map(str, value)) if isinstance(value, list) else value
-            raise ValueError(f"--{name} must be {allowed} for {self.task}, got {given or 'nothing'}")
+        require(self, name, holds, f"{allowed} for {self.task}")
 
     @property
     def by_state(self) -> bool:

@@ -164,8 +164,19 @@ def check_counts(options, *names: str):
     """
     for name in names:
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+        require(options, name, value is None or value >= 1, "at least 1")
+
+
+def require(options, name: str, holds: bool, allowed: str):
+    """Check an option.
+
+    Raises:
+        ValueError: it does not hold; the message says what is `allowed`, and what was given.
+    """
+    if not holds:
+        value = getattr(options, name)
+        given = (" ".join(map(str, value)) or "nothing") if isinstance(value, list) else value
+        raise ValueError(f"--{name} must be {allowed}, got {given}")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

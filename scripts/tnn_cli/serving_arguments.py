@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from tnn_cli.model_path import check_model_path
-from tnn_cli.parser import check_counts, option
+from tnn_cli.parser import check_counts, option, require
 
 
 @dataclass
@@ -29,8 +29,7 @@ class ServerArguments(WriterArguments):
     port: int | None = option(8000, "Port to listen on.")
 
     def __post_init__(self):
-        if self.port is not None and not 0 <= self.port < 2**16:
-            raise ValueError(f"--port must be in [0, 65535], got {self.port}")
+        require(self, "port", self.port is None or 0 <= self.port < 2**16, "in [0, 65535]")
         super().__post_init__()
         check_counts(self, *(name for name in vars(self) if name.startswith("max_")))
 

@@ -17,8 +17,9 @@ from tnn_cli.errors import importing
 
 import yaml
 
+from tnn_cli.declared import enum_values
 from tnn_cli.model_path import check_path, configuration_folder, find_config, nearest
-from tnn_cli.parser import load_config, option
+from tnn_cli.parser import load_config, option, require
 from tnn_cli.text_files import check_file, check_source, is_fasta
 
 if TYPE_CHECKING:  # read before transformers is imported
@@ -30,19 +31,11 @@ MUON = "muon"
 # Not those that choose layers themselves and need what only Trainer has, nor schedules that follow measured losses or
 # gradients, which the loop of `pretrain.py` does not give them.
 OF_TRAINER = ("galore", "apollo", "lomo", "adalomo", "reduce_lr_on_plateau", "greedy")
-
-
-def _values(file: str, kind: str) -> list[str]:
-    """The values of an Enum of transformers, read from its source: the import takes seconds."""
-    source = (Path(find_spec("transformers").origin).parent / file).read_text(encoding="utf-8")
-    found = re.findall(
-        r'^    \w+ = "(.*)"', source.partition(f"\nclass {kind}(")[2].partition("\n\n\n")[0], re.MULTILINE
-    )
-    return [value for value in found if not value.startswith(OF_TRAINER)]
-
-
-SCHEDULES = _values("trainer_utils.py", "SchedulerType")
-OPTIMIZERS = [*_values("training_args.py", "OptimizerNames"), MUON]
+SCHEDULES, OPTIMIZERS = (
+    [value for value in enum_values(f"transformers.{module}", name) if not value.startswith(OF_TRAINER)]
+    for module, name in (("trainer_utils", "SchedulerType"), ("training_args", "OptimizerNames"))
+)
+OPTIMIZERS += [MUON]
 OBJECTIVES = ("clm", "mlm")
 KIND = {"clm": "causal", "mlm": "masked"}
 DEFAULT_PRESETS = {"clm": "tnn-tiny", "mlm": "tnn-bidirectional-small"}
@@ -77,9 +70,7 @@ class GroupArguments:
 
     def __post_init__(self):
         for name in ("operator_learning_rate", "operator_weight_decay"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"`{name}` must be at least 0, got {value}.")
+            require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
         for text in self.parameter_groups:
             parse_group(text)
 
@@ -134,8 +125,7 @@ class GenomeArguments:
             ValueError: see above.
         """
         fasta = source is not None and is_fasta(source)
-        if not 0 <= self.soft_masked_weight <= 1:
-            raise ValueError(f"--soft_masked_weight must be a number from 0 to 1, got {self.soft_masked_weight:g}")
+        require(self, "soft_masked_weight", 0 <= self.soft_masked_weight <= 1, "a number from 0 to 1")
         for name, usual in vars(GenomeArguments()).items():
             if getattr(self, name) != usual and not fasta:
                 raise ValueError(f"--{name} must be given together with a FASTA file, got {source}")
@@ -249,11 +239,11 @@ class PretrainArguments(GroupArguments, GenomeArguments):
             check_path(self.tokenizer_name, "--tokenizer_name")
         for names, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
             for name in names:
-                self._require(name, getattr(self, name) is None or getattr(self, name) >= least, f"at least {least}")
-        self._require("learning_rate", self.learning_rate is None or self.learning_rate > 0, "above 0")
-        self._require("max_pole_radius", 0 < (self.max_pole_radius or 0.5) < 1, "in (0, 1)")
-        self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
-        self._require("optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
+                require(self, name, getattr(self, name) is None or getattr(self, name) >= least, f"at least {least}")
+        require(self, "learning_rate", self.learning_rate is None or self.learning_rate > 0, "above 0")
+        require(self, "max_pole_radius", 0 < (self.max_pole_radius or 0.5) < 1, "in (0, 1)")
+        require(self, "mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
+        require(self, "optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
         if self.lr_scheduler_kwargs is not None:  # they belong to a schedule
             self.lr_scheduler_type = self.lr_scheduler_type or DEFAULT_SCHEDULE["lr_scheduler_type"]
         if self.report_to != "none" and find_spec(self.report_to) is None:
@@ -269,23 +259,23 @@ class PretrainArguments(GroupArguments, GenomeArguments):
             self.gradient_accumulation_steps = self.gradient_accumulation_steps or 1
         else:
             passes = self.gradient_accumulation_steps
-            self._require("gradient_accumulation_steps", passes is None, "absent with --global_batch_tokens")
+            require(self, "gradient_accumulation_steps", passes is None, "absent with --global_batch_tokens")
 
     def _check_sources(self):
         streaming, names, weights = self.streaming, self.dataset_name, self.interleave_probabilities
         own = bool(names or self.train_file)
-        self._require("dataset_name", not names or self.train_file is None, "absent with --train_file")
-        self._require("dataset_name", len(names) <= 1 or streaming, "one source without --streaming")
+        require(self, "dataset_name", not names or self.train_file is None, "absent with --train_file")
+        require(self, "dataset_name", len(names) <= 1 or streaming, "one source without --streaming")
         together = "given together with --train_file or --dataset_name"
-        self._require("validation_file", self.validation_file is None or own, together)
-        self._require("streaming", not streaming or own, together)
+        require(self, "validation_file", self.validation_file is None or own, together)
+        require(self, "streaming", not streaming or own, together)
         configs = len(self.dataset_config_name)
-        self._require("dataset_config_name", configs in (0, max(len(names), 1)), "one for each --dataset_name")
-        self._require("interleave_probabilities", len(weights) in (0, len(names)), "one for each --dataset_name")
-        self._require("interleave_probabilities", streaming or not weights, "absent without --streaming")
-        self._require("interleave_probabilities", all(weight > 0 for weight in weights), "above 0")
+        require(self, "dataset_config_name", configs in (0, max(len(names), 1)), "one for each --dataset_name")
+        require(self, "interleave_probabilities", len(weights) in (0, len(names)), "one for each --dataset_name")
+        require(self, "interleave_probabilities", streaming or not weights, "absent without --streaming")
+        require(self, "interleave_probabilities", all(weight > 0 for weight in weights), "above 0")
         streamed = not streaming or self.documents in (None, "rows", "lines")
-        self._require("documents", streamed, "rows or lines with --streaming")
+        require(self, "documents", streamed, "rows or lines with --streaming")
         for file in filter(None, (self.train_file, self.validation_file)):
             check_file(file, whole=False)
         for source in names:
@@ -316,13 +306,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
         decay = 0 if "num_stable_steps" in further else further.get("num_decay_steps", 0)
         needed = self.num_warmup_steps + decay
         holds = not self.num_warmup_steps < self.max_steps < needed
-        self._require("max_steps", holds, f"at least {needed}, for warm-up and decay")
-
-    def _require(self, name: str, holds: bool, allowed: str):
-        if not holds:
-            value = getattr(self, name)
-            given = " ".join(map(str, value)) if isinstance(value, list) else value
-            raise ValueError(f"--{name} must be {allowed}, got {given}")
+        require(self, "max_steps", holds, f"at least {needed}, for warm-up and decay")
 
 
 def choose_schedule(args: PretrainArguments, config: "PreTrainedConfig", resumed: dict | None = None) -> str | None:
