@@ -20,9 +20,9 @@ from pathlib import Path
 
 from tnn_cli.errors import importing, report_errors
 
-from tnn_cli.atomic import check_overwriting, claim, new_files, write_json
+from tnn_cli.atomic import check_overwriting, claim, new_files, read_json, write_json
 from tnn_cli.declared import declared_keys
-from tnn_cli.model_path import naming
+from tnn_cli.model_path import fault_of, naming
 from tnn_cli.parser import ProgramParser
 
 ARCHITECTURES, HEADS = (
@@ -58,18 +58,6 @@ def is_repository(checkpoint: Path) -> bool:
     return not checkpoint.exists() and len(checkpoint.parts) == 2 and checkpoint.suffix not in files
 
 
-def read_options(file: Path) -> dict:
-    """The official options of `--hparams`.
-
-    Raises:
-        ValueError: the file does not hold a JSON object.
-    """
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--hparams must be a file with a JSON object, got {file}: {error}") from error
-
-
 def run(args: argparse.Namespace):
     """Convert the checkpoint, save the model and the report, and say what became of the tensors."""
     with importing("scripts"):
@@ -81,7 +69,9 @@ def run(args: argparse.Namespace):
     try:
         tensors, options = conversion.read_checkpoint(checkpoint)
         if args.hparams is not None:
-            options |= read_options(args.hparams)
+            if fault := fault_of(args.hparams):
+                raise ValueError(f"--hparams must be a file with a JSON object, got {args.hparams}: {fault}")
+            options |= read_json(args.hparams)
         model, report = conversion.convert(tensors, options, args.architecture, args.head, args.published_ski)
     except (ValueError, OSError, ImportError):
         raise

@@ -35,10 +35,10 @@ def clock(args) -> float:
     return time.thread_time() if args.threads == 1 and args.device == "cpu" else time.perf_counter()
 
 
-def measure(ways: dict[str, Callable[[], None]], args) -> dict[str, list[float]]:
-    """The seconds of each variant in each of `args.repeats` rounds, after a round for warm-up."""
+def measure(ways: dict[str, Callable[[], None]], args, turns: int = 1) -> dict[str, list[float]]:
+    """The seconds of each variant in each of `args.repeats` rounds, or so many `turns`, after one for warm-up."""
     times = {name: [] for name in ways}
-    for repeat in range(args.repeats + 1):
+    for repeat in range(args.repeats * turns + 1):
         for name, run in ways.items():
             start = clock(args)
             run()

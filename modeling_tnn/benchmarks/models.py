@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from tnn_cli.model_path import check_model_path, load
 
 from ..cache_tnn import CACHE, bytes_per_sequence
-from .measure import autocast, clock, markdown, measure, ratio
+from .measure import autocast, markdown, measure, ratio
 from .peers import training_loss
 
 TURN, TURNS = 32, 4
@@ -103,20 +103,10 @@ def layer_bytes(layer: CacheLayerMixin, rows: int) -> int:
 
 
 def decoding_times(decoders: dict[str, Decoder], args) -> dict[str, list[float]]:
-    """Seconds per token of each repeat, after a round for warm-up."""
-    times = {name: [] for name in decoders}
-    for decoder in decoders.values():
-        decoder.decode()
-    for _ in range(args.repeats):
-        spent = dict.fromkeys(decoders, 0.0)
-        for _ in range(TURNS):
-            for name, decoder in decoders.items():
-                start = clock(args)
-                decoder.decode()
-                spent[name] += clock(args) - start
-        for name, seconds in spent.items():
-            times[name].append(seconds / (TURN * TURNS))
-    return times
+    """Seconds per token of each repeat."""
+    times = measure({name: decoder.decode for name, decoder in decoders.items()}, args, TURNS)
+    starts = range(0, args.repeats * TURNS, TURNS)
+    return {name: [sum(one[i : i + TURNS]) / (TURN * TURNS) for i in starts] for name, one in times.items()}
 
 
 table = partial(markdown, formats=FORMATS)
