@@ -75,12 +75,11 @@ class GlueArguments(GroupArguments):
             )
         of_set = self.dataset_name is not None or not self.dataset_config_name
         require(self, "dataset_config_name", of_set, "given with --dataset_name")
-        if self.sentence_keys and (self.task_name is not None or self.sentence1_key is None):
-            raise ValueError(
-                "--sentence1_key must be given with --train_file or --dataset_name, --sentence2_key with the first"
-            )
-        of_rows = self.task_name is None
-        require(self, "label_key", of_rows or self.label_key == "label", "given with --train_file or --dataset_name")
+        of_rows, of_own = self.task_name is None, "given with --train_file or --dataset_name"
+        of_pairs = self.sentence2_key is None or self.sentence1_key is not None
+        require(self, "sentence1_key", not self.sentence_keys or of_rows, of_own)
+        require(self, "sentence2_key", of_pairs, "given with --sentence1_key")
+        require(self, "label_key", of_rows or self.label_key == "label", of_own)
         require(self, "class_weights", self.class_weights in (None, "balanced"), "balanced")
         stops = self.early_stopping_patience is not None
         without = "given without --sweep, which saves no checkpoints"

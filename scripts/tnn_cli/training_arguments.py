@@ -131,13 +131,9 @@ class GenomeArguments:
                 raise ValueError(f"--{name} must be given together with a FASTA file, got {source}")
         if not fasta:
             return
-        if streaming:
-            raise ValueError(f"--streaming must be absent with a FASTA file, which is kept in memory, got {source}")
-        if validation_file is not None and (not is_fasta(validation_file) or self.validation_contigs):
-            raise ValueError(
-                "--validation_file must be FASTA as the other file is, and without --validation_contigs, "
-                f"got {validation_file}"
-            )
+        require(self, "streaming", not streaming, "absent with a FASTA file, which is kept in memory")
+        alike = validation_file is None or (is_fasta(validation_file) and not self.validation_contigs)
+        require(self, "validation_file", alike, "FASTA as the other file is, and without --validation_contigs")
         for file in filter(None, (source, self.regions)):
             check_file(file, whole=False)
 
