@@ -18,7 +18,6 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import maybe_autocast
 
 from .inputs import FLOATS, check_attention_mask, require_tensor
-from .mixers import is_plain_linear
 from .numerics import compute_dtype, parameter_dtype
 from .tno_rpe import CastingLinear
 
@@ -64,10 +63,10 @@ class TnnValueEmbedding(nn.Module):
         if dtype == torch.float32 and kind != "meta" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         read = torch.cat([values.masked_fill(~observed, 0), observed.to(values.dtype)], dim=-1)
-        if dtype != torch.float16 or not is_plain_linear(self.projection):
+        if dtype != torch.float16 or type(self.projection) is not CastingLinear:  # but a wrapper of it
             return self.projection(read.to(dtype))
         with maybe_autocast(device_type=kind, enabled=False):
-            x = nn.functional.linear(read.float(), self.projection.weight.float(), self.projection.bias.float())
+            x = self.projection(read.float())
         # Half has no numbers beyond 65,504. A row of larger ones keeps its direction, which is what norms let through.
         bound = torch.finfo(dtype).max / 2
         return (x * (bound / x.abs().amax(dim=-1, keepdim=True).clamp(min=bound))).to(dtype)

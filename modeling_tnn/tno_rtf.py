@@ -227,11 +227,11 @@ def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: 
     """The taps `(D, F)` cut or continued to `(D, length)` without a branch on the length, for torch.export.
 
     Beyond F the series of c(z)/a(z) is sampled at M points like (1), but on a circle of radius r > 1: taps become
-    k_t r^-t. With M > 4L and r^M = 1 / eps the wrapped tail vanishes, and the multiplication by r^t increases rounding
-    errors by at most eps^(-1/4), to 1e-12 of the largest tap in float64 (Abate and Whitt, 1992).
+    k_t r^-t. With M > 3L and r^M = 1 / eps the wrapped tail vanishes, and the multiplication by r^t increases rounding
+    errors by at most eps^(-1/3), to 1e-11 of the largest tap in float64 (Abate and Whitt, 1992).
     """
     order, count = denominator.shape[1], taps.shape[1]
-    size = next_fast_len(4 * length + order)  # M
+    size = next_fast_len(3 * length + order)  # M
     position = torch.arange(length, device=taps.device)
     fading = torch.finfo(taps.dtype).eps ** (position.to(taps.dtype) / size)  # (L,): r^-t
     scale = torch.finfo(taps.dtype).eps ** (torch.arange(1, order + 1, device=taps.device, dtype=taps.dtype) / size)

@@ -261,7 +261,7 @@ def rise(kernel: torch.Tensor, first: int) -> float:
     It is known for taps `(D, K)` on the CPU. Of each channel 64 taps or more are read, the last one among them, so it
     costs less than 1% of the product.
     """
-    if is_response(kernel) or kernel.shape[1] <= NEAR or must_be_eager() or not is_on_host(kernel):
+    if must_be_eager() or is_response(kernel) or kernel.shape[1] <= NEAR or not is_on_host(kernel):
         return 1.0
     kernel, last = kernel.detach(), kernel.shape[1] - 1
     near, sample = kernel[:, max(0, first - NEAR) : first + NEAR], kernel[:, last % (every := last // 64 + 1) :: every]
