@@ -25,7 +25,7 @@ from ..plotting import figures
 from ..plotting.reading import read_model
 from .engine import Engine, Text
 from .scheduler import QueueFullError
-from .writing import CHARACTERS_PER_TOKEN, load_causal, name_of, sampling_of
+from .writing import CHARACTERS_PER_TOKEN, load_served, name_of, sampling_of
 
 logger = logging.getLogger("page")
 # Rows and columns of the matrices that are drawn, and the resolution of the pictures.
@@ -184,7 +184,7 @@ def serve(args: PageArguments):
     """Load the model, draw its kernels, and serve the page until the process is ended."""
     gr = import_gradio()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Gradio asks itself whether it is there
-    model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
+    model, tokenizer = load_served(args.model_name_or_path, args.dtype, args.device)
     engine = Engine(model, max_batch_size=args.max_batch_size, max_waiting=QUEUE)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder

@@ -43,7 +43,7 @@ class Given(BaseModel):
         """The fields that ask for something; an error for the first one that is not known."""
         if not isinstance(given, dict):
             raise PydanticCustomError("no_object", "must be a JSON object")
-        asked, known = {}, cls.model_fields
+        asked, known = {}, [field.alias or name for name, field in cls.model_fields.items()]
         for name, value in given.items():
             if value is None or name in IGNORED:
                 continue
@@ -132,29 +132,20 @@ class CompletionBody(Body):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[list, PlainValidator(partial(as_texts, PROMPTS))]
-    max_tokens: int = Field(16, ge=0)
+    most_tokens: int = Field(16, ge=0, alias="max_tokens")
     echo: bool = False
-    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
-        None, ge=0, le=LIKELIEST
+    likeliest: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        None, ge=0, le=LIKELIEST, alias="logprobs"
     )
 
     @model_validator(mode="after")
     def needs_something(self):
         """Refuse a text of no tokens, unless that of the prompt is asked for."""
-        if self.max_tokens == 0 and not self.echo:
+        if self.most_tokens == 0 and not self.echo:
             raise PydanticCustomError(
                 "greater_than_equal", "`{name}` must be at least 1 without `echo`, got 0", {"name": "max_tokens"}
             )
         return self
-
-    @property
-    def likeliest(self) -> int | None:
-        """How many likeliest tokens are told with each; None for no logarithms of probabilities."""
-        return self.logprobs
-
-    def most_tokens(self) -> int:
-        """The most new tokens of an answer."""
-        return self.max_tokens
 
 
 class TextPart(Given):
@@ -191,6 +182,7 @@ class ChatBody(Body):
         """How many likeliest tokens are told with each; None for no logarithms of probabilities."""
         return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
+    @property
     def most_tokens(self) -> int | None:
         """The most new tokens of an answer; None for as many as the server allows."""
         return self.max_completion_tokens or self.max_tokens

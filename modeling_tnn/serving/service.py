@@ -57,7 +57,7 @@ class Service:
     """One model, its tokenizer, and the thread that writes. `args` has the limits of requests."""
 
     def __init__(self, args: ApiArguments):
-        self.model, self.tokenizer = load_served(args.model_name_or_path, args.dtype, args.device)
+        self.model, self.tokenizer = load_served(args.model_name_or_path, args.dtype, args.device, encoders=True)
         self.args, self.name = args, name_of(args.model_name_or_path)
         if self.model.config.causal:
             limits = ("max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
@@ -120,8 +120,7 @@ class Service:
         count, held = body.n * (1 if is_chat else len(body.prompt)), self.args.max_batch_size + self.args.max_waiting
         if count > held:
             raise ApiError(400, f"`n` must ask for at most {held:,} texts of all prompts, got {count:,}", "n", "n")
-        most = body.most_tokens()
-        most = self.args.max_new_tokens if most is None else most
+        most = self.args.max_new_tokens if body.most_tokens is None else body.most_tokens
         if most > self.args.max_new_tokens:
             message = f"`max_tokens` must be at most {self.args.max_new_tokens:,}, got {most:,}"
             raise ApiError(400, message, "max_tokens", "max_tokens")

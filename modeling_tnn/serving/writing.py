@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from tnn_cli.generation_fields import is_of_kind, wanted
-from tnn_cli.model_path import PARTS, check_device, check_vocabulary, check_writing, load, naming
+from tnn_cli.model_path import PARTS, check_causal, check_device, check_vocabulary, check_writing, load, naming
 from tnn_cli.sampling import OF_SAMPLING, given_sampling, sampling, with_sampling
 
 from ..cache_tnn import CACHE
@@ -66,20 +66,17 @@ def sampling_of(model: PreTrainedModel) -> dict:
     return sampling(of_model=given_sampling(vars(model.generation_config)))
 
 
-def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal TNN and its tokenizer, for a server; ValueError if it is another model."""
+def load_served(
+    name: str, dtype: str, device: str | None, encoders: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal TNN, or with `encoders` the encoder of another one, and its tokenizer; ValueError for other models."""
     config = load(AutoConfig, name)
-    if config.model_type != "tnn" or not config.causal:
+    if config.model_type != "tnn" or not (config.causal or encoders):
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
         raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
-    return load_writer(name, dtype, device)
-
-
-def load_served(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal TNN, or the encoder of a bidirectional one, and its tokenizer; ValueError if it is another model."""
-    config = load(AutoConfig, name)
-    if config.model_type != "tnn" or config.causal:
-        return load_causal(name, dtype, device)
+    if config.causal:
+        check_causal(name, config.to_dict())
+        return load_writer(name, dtype, device)
     tokenizer = load(AutoTokenizer, name)
     model = load(AutoModel, name, dtype=dtype).to(check_device(device))
     if model.main_input_name != "input_ids":

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tnn_cli.model_path import check_model_path
 from tnn_cli.parser import check_counts, option, require
@@ -11,12 +12,13 @@ from tnn_cli.parser import check_counts, option, require
 class WriterArguments:
     """The model that writes, and where it runs."""
 
+    encoders: ClassVar[bool] = False  # whether the model may be bidirectional
     model_name_or_path: str
     dtype: str = "auto"
     device: str | None = None
 
     def __post_init__(self):
-        check_model_path(self.model_name_or_path, tokenizer=True, causal=True)
+        check_model_path(self.model_name_or_path, tokenizer=True, causal=not self.encoders)
 
 
 @dataclass
@@ -46,6 +48,7 @@ class PageArguments(ServerArguments):
 class ApiArguments(ServerArguments):
     """The options of `tnn api`."""
 
+    encoders = True
     max_waiting: int = option(256, "Most texts of a client that wait for a place; a request for more gets status 429.")
     memory_limit: int | None = option(None, "Most bytes of decoding states of all texts together.")
     prefill_tokens: int = option(2048, "Most tokens of prompts that are read between two tokens of the other texts.")

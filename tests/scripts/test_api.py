@@ -387,7 +387,7 @@ def test_the_program(folder, monkeypatch):
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "uvicorn", None)
         without.delitem(sys.modules, "modeling_tnn.serving.server", raising=False)  # another test may have loaded it
-        done = run("api.py", "--model_name_or_path", "nowhere", check=False)
+        done = run("api.py", "--model_name_or_path", folder, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert 'pip install "modeling-tnn[api]"' in done.stderr
     asked, before = [], threading.active_count()

@@ -17,7 +17,7 @@ from helpers.hub_server import HubServer, environment
 from helpers.scripts import free_port, program, save_model
 from modeling_tnn.serving.engine import Engine
 from modeling_tnn.serving.page import Writer, build_page
-from modeling_tnn.serving.writing import load_causal
+from modeling_tnn.serving.writing import load_served
 
 pytest.importorskip("gradio", reason="the page needs Gradio: make test-browser")
 httpx = pytest.importorskip("httpx", reason="Gradio brings it: make test-browser")
@@ -167,7 +167,7 @@ def test_pictures_and_what_else_is_served(user, server, folder):
 
 def test_a_page_that_is_closed_is_forgotten(folder, browser):
     """One that writes and one that waits."""
-    model, tokenizer = load_causal(str(folder), "auto", "cpu")
+    model, tokenizer = load_served(str(folder), "auto", "cpu")
     engine = Engine(model, max_batch_size=1)
     page = build_page("tiny", Writer(engine, tokenizer), [], 100_000)
     _, address, _ = page.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True, ssr_mode=False)

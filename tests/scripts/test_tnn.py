@@ -106,7 +106,7 @@ def test_answers_come_before_anything_slow_is_imported(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     masked = {"model_type": "tnn", "causal": False, "architectures": ["TnnForMaskedLM"]}
     (tmp_path / "config.json").write_text(json.dumps(masked))
-    writers = ("generate", "chat", "serve", "api", "to-recurrent --output_dir out")
+    writers = ("generate", "chat", "serve", "to-recurrent --output_dir out")
     lines += [[*writer.split(), "--model_name_or_path", str(tmp_path)] for writer in writers]
     done = python(ANSWERS, lines + [[command, *given.split()] for command, given in WRONG.items()])
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from helpers.models import exhaustive
 from helpers.scripts import run_script, save_model, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM
-from modeling_tnn.serving.writing import load_causal
+from modeling_tnn.serving.writing import load_served
 
 VALUES = (None, True, -1, 1, 1e308, float("nan"), "", "x", "\ud800", [], ["x"], [[1]], {}, {"x": 1}, {"a": {"b": [1]}})
 TEXTS = ("", "null", "[]", "1", "true", '"x"', "{", "{}", '{"x": 1}', "[{}]", '{"weight_map": []}', "\ufeff{}", "{{ x")
@@ -91,7 +91,7 @@ def run_on(program: str, folder):
     output = folder.with_name("output")
     shutil.rmtree(output, ignore_errors=True)
     if program == "served":
-        return report_errors(lambda: load_causal(str(folder), "auto", "cpu"))()
+        return report_errors(lambda: load_served(str(folder), "auto", "cpu"))()
     name = {"plan": ["--config_name"], "model_card": []}.get(program, ["--model_name_or_path"])
     options = [*name, folder, *PROGRAMS[program]]
     if program == "evaluate_lm":
