@@ -24,7 +24,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from tnn_cli.atomic import SavingError, claim, new_files, saving_errors, write_json
 from tnn_cli.commands import next_steps
 from tnn_cli.runs import check_run, find_checkpoint, remove_incomplete, remove_others
-from tnn_cli.task_arguments import ClassifierArguments, ComparisonArguments, chosen_seeds
+from tnn_cli.task_arguments import ClassifierArguments, ComparisonArguments
 
 from .costs import dry_run
 from .grouping_trainer import (
@@ -197,11 +197,11 @@ def comparison(args: ComparisonArguments, training: TrainingArguments) -> Iterat
     """Lock the output folder for the block, which trains several models; `args` gets its seeds.
 
     Raises:
-        ValueError: an option is not for such a program, or --seed and --seeds contradict each other.
+        ValueError: an option is not for such a program.
     """
     logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
     refuse(training, "push_to_hub", "resume_from_checkpoint")
-    args.seeds = chosen_seeds(args.seeds, training)
+    args.seeds = args.seeds or [training.seed]
     with output_folder(training, args.dry_run):
         yield
 

@@ -8,7 +8,7 @@ from tnn_cli.parser import check_counts, option, parse_overrides
 from tnn_cli.training_arguments import GroupArguments
 
 if TYPE_CHECKING:  # a command line is read before these are imported
-    from transformers import PreTrainedConfig, TrainingArguments
+    from transformers import PreTrainedConfig
 
 
 @dataclass(kw_only=True)
@@ -59,8 +59,3 @@ class ComparisonArguments(GroupArguments):
             return self.build(shared | parse_overrides(changes, option="changes"))
         except ValueError as error:
             raise ValueError(f"--variants {name}: {error}") from error
-
-
-def chosen_seeds(seeds: list[int] | None, training: "TrainingArguments") -> list[int]:
-    """The seeds of `--seeds`, or else the one of `--seed`."""
-    return seeds or [training.seed]
