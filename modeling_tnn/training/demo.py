@@ -37,7 +37,7 @@ def start(args):
     text = continuation(args, use_cache=not unstable)
     file = Path(args.output_dir) / "metrics.json"
     write_json(file, read_json(file) | {"text": text})
-    logger.info("loaded from there, the model continues:\n\n%s\n", text)
+    logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
     logger.info("%s", next_steps(args.output_dir, "causal", unstable))
     if args.serve:
         serve(PageArguments(args.output_dir))
