@@ -94,7 +94,8 @@ def with_defaults(model: PreTrainedModel, options: dict) -> tuple[dict, dict]:
     """The options of `generate` with a number of new tokens, and the same with sampling unless they search."""
     options = options if "max_length" in options else {"max_new_tokens": 100} | options
     asked = copy.deepcopy(model.generation_config)
-    asked.update(**(sampling() | options | {"do_sample": None}))
+    searching = {name: value for name, value in options.items() if name not in OF_SAMPLING}
+    asked.update(**(sampling(temperature=0) | searching | {"do_sample": None}))
     is_plain = asked.get_generation_mode() == GenerationMode.GREEDY_SEARCH
     return options, with_sampling(options, is_plain, given_sampling(vars(model.generation_config)))
 
