@@ -466,7 +466,6 @@ class RtfOperator(ToeplitzOperator):
                 kernel = kernel[:, :length]
             else:  # one graph cannot record the iteration of `extend_kernel`, whose number of steps depends on L
                 kernel = (kernel_of_any_length if is_traced() else extend_kernel)(denominator, kernel, length)
-                self.require_bounded(denominator, kernel)
             kernel = kernel.to(compute_dtype(self.numerator.dtype))
         kernel = kernel.to(device or kernel.device)
         if self.causal:
@@ -475,14 +474,18 @@ class RtfOperator(ToeplitzOperator):
         # Not negative[:, : L - 1]: L - 1 may be 1, which torch.export would rule out.
         return torch.cat([negative.flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
 
-    def require_bounded(self, denominator: torch.Tensor, kernel: torch.Tensor):
-        """Raise a DivergenceError if poles make a `kernel` `(D, L)` rise so far that first outputs are rounding."""
-        if self.constraint is not None or must_be_eager() or kernel.is_meta:
-            return
-        parts = kernel.detach().abs().split([self.size, kernel.shape[1] - self.size], dim=1)
-        trained, beyond = (part.amax(dim=1) for part in parts)
-        way = f"makes the kernel grow beyond the trained length. Read at most {self.size} tokens at a time"
-        refuse_poles(self, per_filter(denominator, len(kernel)), ~(beyond <= LARGEST_RISE * trained), way)
+    def kernel_of(self, length: int, device: torch.device | None = None, as_taps: bool = False) -> torch.Tensor:
+        """The coefficients, or a DivergenceError if poles make them rise so far that first outputs are rounding."""
+        kernel = super().kernel_of(length, device, as_taps)
+        if self.constraint is None and not must_be_eager() and length > self.size and not kernel.is_meta:
+            sides = kernel.detach().abs()
+            if not self.causal:
+                sides = torch.cat([sides, sides.flip(1)])[:, length - 1 :]  # (2D, L)
+            trained, beyond = (part.amax(dim=1) for part in sides.split([self.size, length - self.size], dim=1))
+            way = f"makes the kernel grow beyond the trained length. Read at most {self.size} tokens at a time"
+            denominators = per_filter(self._constrained(), len(sides))
+            refuse_poles(self, denominators, ~(beyond <= LARGEST_RISE * trained), way)
+        return kernel
 
     def recurrence(self) -> CompanionRecurrence:
         require_causal(self)

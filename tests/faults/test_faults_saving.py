@@ -201,7 +201,7 @@ def test_places_that_cannot_be_written_to(tmp_path, capsys):
         for place in (tmp_path / "file" / "out", "/proc/out"):
             message = "output folder .*out cannot be written to: (Not a directory|No such file)"
             is_refused([*command, "--output_dir", place], message)
-    for command in (["generate", *MODEL, "--prompt", "a"], ["benchmark", "products"]):
+    for command in (["generate", *MODEL, "--prompt", "a"], ["benchmark", "models", *MODEL]):
         with pytest.raises(SystemExit) as left:
             run_script(*command, "--output_file", tmp_path / "file" / "results.json")
         assert "results.json cannot be written: " in str(left.value) + capsys.readouterr().err
