@@ -97,6 +97,8 @@ def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
     found = ModelCard.load(tmp_path / "card" / "README.md")
     assert "Data: the King James Bible." in found.text and found.data.datasets is None
     assert found.data.language == "en" and found.data.license is None
+    of_files = {"task_name": None, "dataset_name": None, "train_file": "news.csv"}
+    assert model_card.language_of(of_files) is None and model_card.language_of({"task_name": "sst2"}) == "en"
     assert found.data.eval_results[0].dataset_name == "the King James Bible"
 
 
