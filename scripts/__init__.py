@@ -1,1 +1,1 @@
-"""The programs. The command `tnn` imports them as `tnn_cli.programs`; nothing else imports one."""
+"""The programs. The command `tnn` imports them as `tnn_programs`; nothing else imports one."""

@@ -13,10 +13,10 @@ import gc
 import logging
 import os
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.parser import ProgramParser
-from tnn_cli.serving_arguments import ApiArguments
+from tnn_programs.cli.parser import ProgramParser
+from tnn_programs.cli.serving_arguments import ApiArguments
 
 logger = logging.getLogger("api")
 
@@ -37,10 +37,10 @@ def main():
     args = ApiArguments(**vars(ProgramParser([ApiArguments], __doc__).parse_args()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with importing("api"):
-        from modeling_tnn.serving.app import build_app
-        from modeling_tnn.serving.http import LOCAL
-        from modeling_tnn.serving.server import Server
-        from modeling_tnn.serving.service import Service
+        from tnn_programs.serving.app import build_app
+        from tnn_programs.serving.http import LOCAL
+        from tnn_programs.serving.server import Server
+        from tnn_programs.serving.service import Service
     key = key_of(args)
     service = Service(args)
     logger.info("serving %s at http://%s:%d/v1; Ctrl-C ends it", service.name, args.host, args.port)

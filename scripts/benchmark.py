@@ -15,13 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.atomic import check_writable, write_json
-from tnn_cli.declared import declared_keys, declared_text
-from tnn_cli.parser import ProgramParser, option
+from tnn_programs.cli.atomic import check_writable, write_json
+from tnn_programs.cli.declared import declared_keys, declared_text
+from tnn_programs.cli.parser import ProgramParser, option
 
-PARTS = declared_keys("modeling_tnn.benchmarks.gpu", "PARTS")
+PARTS = declared_keys("tnn_programs.benchmarks.gpu", "PARTS")
 
 
 @dataclass
@@ -64,7 +64,7 @@ def parse_arguments() -> Namespace:
     parser = ProgramParser(description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
     for name, (options, summary) in SUITES.items():
-        text = declared_text(f"modeling_tnn.benchmarks.{name}")
+        text = declared_text(f"tnn_programs.benchmarks.{name}")
         suites.add_parser(name, help=summary, description=text, classes=[options])
     return parser.parse_args()
 
@@ -75,8 +75,8 @@ def main():
     if args.output_file is not None:
         check_writable(args.output_file)
     with importing("scripts"):
-        suite = import_module(f"modeling_tnn.benchmarks.{args.suite}")
-        from modeling_tnn.benchmarks.measure import measured
+        suite = import_module(f"tnn_programs.benchmarks.{args.suite}")
+        from tnn_programs.benchmarks.measure import measured
 
     result = measured(suite, args)
     sys.stdout.write(suite.table(result["rows"]) + "\n")

@@ -12,12 +12,12 @@ Example:
 import sys
 from dataclasses import dataclass
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.parser import ProgramParser, check_counts
-from tnn_cli.sampling import TEMPERATURE, TOP_P, given_sampling, sampling
-from tnn_cli.serving_arguments import WriterArguments, option
-from tnn_cli.text_files import check_text, read_lines
+from tnn_programs.cli.parser import ProgramParser, check_counts
+from tnn_programs.cli.sampling import TEMPERATURE, TOP_P, given_sampling, sampling
+from tnn_programs.cli.serving_arguments import WriterArguments, option
+from tnn_programs.cli.text_files import check_text, read_lines
 
 UNLESS_GIVEN = "Unless given that of the model's generation_config.json, or"
 
@@ -57,7 +57,7 @@ def main():
     with importing():
         from transformers import set_seed
 
-        from modeling_tnn.serving.writing import Conversation, load_writer
+        from tnn_programs.serving.writing import Conversation, load_writer
     model, tokenizer = load_writer(args.model_name_or_path, args.dtype, args.device, args.trust_remote_code)
     if args.system is not None and tokenizer.chat_template is None:
         raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")

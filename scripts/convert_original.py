@@ -18,12 +18,12 @@ import json
 import sys
 from pathlib import Path
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.atomic import check_overwriting, claim, new_files, read_json, write_json
-from tnn_cli.declared import declared_keys
-from tnn_cli.model_path import fault_of, naming
-from tnn_cli.parser import ProgramParser
+from tnn_programs.cli.atomic import check_overwriting, claim, new_files, read_json, write_json
+from tnn_programs.cli.declared import declared_keys
+from tnn_programs.cli.model_path import fault_of, naming
+from tnn_programs.cli.parser import ProgramParser
 
 ARCHITECTURES, HEADS = (
     declared_keys("modeling_tnn.original.architectures", name) for name in ("ARCHITECTURES", "HEADS")

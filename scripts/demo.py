@@ -8,12 +8,12 @@ Example:
 
 from dataclasses import dataclass
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.declared import declared_keys
-from tnn_cli.model_path import nearest
-from tnn_cli.parser import option, parse_arguments
-from tnn_cli.training_arguments import PretrainArguments
+from tnn_programs.cli.declared import declared_keys
+from tnn_programs.cli.model_path import nearest
+from tnn_programs.cli.parser import option, parse_arguments
+from tnn_programs.cli.training_arguments import PretrainArguments
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 
@@ -59,7 +59,7 @@ class DemoArguments:
 def main():
     (args,) = parse_arguments([DemoArguments], __doc__)
     with importing("demo"):
-        from modeling_tnn.training.demo import start
+        from tnn_programs.training.demo import start
     start(args)
 
 

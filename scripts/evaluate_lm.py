@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.model_path import check_model_path
-from tnn_cli.parser import check_counts, option, parse_arguments, require
-from tnn_cli.text_files import check_file, check_source
+from tnn_programs.cli.model_path import check_model_path
+from tnn_programs.cli.parser import check_counts, option, parse_arguments, require
+from tnn_programs.cli.text_files import check_file, check_source
 
 
 @dataclass
@@ -78,7 +78,7 @@ class EvaluateArguments:
 def main():
     (args,) = parse_arguments([EvaluateArguments], __doc__)
     with importing("training"):
-        from modeling_tnn.training.evaluate_lm import run
+        from tnn_programs.training.evaluate_lm import run
     run(args)
 
 

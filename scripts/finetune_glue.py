@@ -16,16 +16,16 @@ Example:
 
 from dataclasses import dataclass
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
-from tnn_cli.declared import declared_keys, start
-from tnn_cli.model_path import check_model_path, check_path
-from tnn_cli.parser import check_counts, option, require
-from tnn_cli.text_files import check_file
-from tnn_cli.training_arguments import GroupArguments
+from tnn_programs.cli.declared import declared_keys, start
+from tnn_programs.cli.model_path import check_model_path, check_path
+from tnn_programs.cli.parser import check_counts, option, require
+from tnn_programs.cli.text_files import check_file
+from tnn_programs.cli.training_arguments import GroupArguments
 
-TASKS = declared_keys("modeling_tnn.data.glue", "TASKS")
-METRICS = declared_keys("modeling_tnn.data.glue", "FUNCTIONS")
+TASKS = declared_keys("tnn_programs.data.glue", "TASKS")
+METRICS = declared_keys("tnn_programs.data.glue", "FUNCTIONS")
 
 
 @dataclass(kw_only=True)

@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.atomic import check_writable, write_json
-from tnn_cli.generation_fields import read_options
-from tnn_cli.model_path import check_model_path
-from tnn_cli.parser import ProgramParser, check_counts
-from tnn_cli.text_files import check_text, read_lines, read_lines_of
+from tnn_programs.cli.atomic import check_writable, write_json
+from tnn_programs.cli.generation_fields import read_options
+from tnn_programs.cli.model_path import check_model_path
+from tnn_programs.cli.parser import ProgramParser, check_counts
+from tnn_programs.cli.text_files import check_text, read_lines, read_lines_of
 
 
 def parse_arguments() -> tuple[argparse.Namespace, dict]:
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace, options: dict):
         import torch
         from transformers import set_seed
 
-        from modeling_tnn.serving.writing import continue_batch, load_writer, with_defaults
-        from tnn_cli.model_path import require_padding
+        from tnn_programs.cli.model_path import require_padding
+        from tnn_programs.serving.writing import continue_batch, load_writer, with_defaults
     given = args.model_name_or_path, args.dtype, args.device, args.trust_remote_code
     model, tokenizer = load_writer(*given, padding_side="left")
     if args.batch_size > 1:

@@ -11,12 +11,12 @@ Example:
 import sys
 from pathlib import Path
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.atomic import write_text
-from tnn_cli.card_options import add_arguments
-from tnn_cli.model_path import check_model_path
-from tnn_cli.parser import ProgramParser
+from tnn_programs.cli.atomic import write_text
+from tnn_programs.cli.card_options import add_arguments
+from tnn_programs.cli.model_path import check_model_path
+from tnn_programs.cli.parser import ProgramParser
 
 
 @report_errors
@@ -27,7 +27,7 @@ def main():
     args = parser.parse_args()
     check_model_path(args.folder, "folder")
     with importing("scripts"):
-        from modeling_tnn.training.model_card import check_folder, collect, load, render
+        from tnn_programs.training.model_card import check_folder, collect, load, render
     check_folder(args.output_dir, args.folder)
     collect(args, load(args.folder), args.output_dir)
     write_text(args.output_dir / "README.md", render(args.output_dir))

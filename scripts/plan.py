@@ -14,16 +14,16 @@ Example:
 import argparse
 from pathlib import Path
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.atomic import check_writable
-from tnn_cli.declared import declared_keys
-from tnn_cli.model_path import find_config
-from tnn_cli.parser import ProgramParser
-from tnn_cli.training_arguments import OBJECTIVES, OPTIMIZERS
+from tnn_programs.cli.atomic import check_writable
+from tnn_programs.cli.declared import declared_keys
+from tnn_programs.cli.model_path import find_config
+from tnn_programs.cli.parser import ProgramParser
+from tnn_programs.cli.training_arguments import OBJECTIVES, OPTIMIZERS
 
-ENGINES = declared_keys("modeling_tnn.training.plan", "ENGINES")
-GPUS = declared_keys("modeling_tnn.training.costs", "PEAKS")
+ENGINES = declared_keys("tnn_programs.training.plan", "ENGINES")
+GPUS = declared_keys("tnn_programs.training.costs", "PEAKS")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 def main():
     args = parse_arguments()
     with importing("training"):
-        from modeling_tnn.training.plan import run
+        from tnn_programs.training.plan import run
     run(args)
 
 

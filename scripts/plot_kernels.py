@@ -16,11 +16,11 @@ import html
 import sys
 from pathlib import Path
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.atomic import claim, saving_errors, write_json, write_text
-from tnn_cli.model_path import check_model_path
-from tnn_cli.parser import ProgramParser
+from tnn_programs.cli.atomic import claim, saving_errors, write_json, write_text
+from tnn_programs.cli.model_path import check_model_path
+from tnn_programs.cli.parser import ProgramParser
 
 STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
@@ -98,7 +98,7 @@ def load_model(name: str):
     from transformers.utils import logging
 
     from modeling_tnn import TnnForImageClassification
-    from tnn_cli.model_path import load
+    from tnn_programs.cli.model_path import load
 
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
     config = load(AutoConfig, name)

@@ -15,13 +15,13 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
 import yaml
 
-from tnn_cli.model_path import configuration_folder, nearest, preset_folders, recipe_files
-from tnn_cli.parser import ProgramParser
-from tnn_cli.training_arguments import PresetTraining, read_presets
+from tnn_programs.cli.model_path import configuration_folder, nearest, preset_folders, recipe_files
+from tnn_programs.cli.parser import ProgramParser
+from tnn_programs.cli.training_arguments import PresetTraining, read_presets
 
 START, PAPERS, SIGNALS = "Start here", "Of the papers", "Signals and time series"
 # Folder of presets -> the title of their table.

@@ -9,17 +9,17 @@ Example:
     accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe wikitext103
 """
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.parser import parse_arguments
-from tnn_cli.training_arguments import PretrainArguments
+from tnn_programs.cli.parser import parse_arguments
+from tnn_programs.cli.training_arguments import PretrainArguments
 
 
 @report_errors
 def main():
     (args,) = parse_arguments([PretrainArguments], __doc__)
     with importing("training"):
-        from modeling_tnn.training.pretrain import start
+        from tnn_programs.training.pretrain import start
     start(args)
 
 

@@ -15,10 +15,10 @@ Example:
 import shlex
 import sys
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.card_options import build_publishing_parser
-from tnn_cli.model_path import check_model_path
+from tnn_programs.cli.card_options import build_publishing_parser
+from tnn_programs.cli.model_path import check_model_path
 
 
 @report_errors
@@ -34,7 +34,7 @@ def main():
     elif args.space:
         parser.error("--space must be given with --repo_id, got it with --cards")
     with importing("scripts"):
-        from modeling_tnn.training.publishing import rehearse, run
+        from tnn_programs.training.publishing import rehearse, run
     if args.dry_run:
         sys.stdout.writelines(f"{line}\n" for line in rehearse(args))
         sys.stdout.write("Nothing was published, and the Hub was not contacted.\n")

@@ -13,13 +13,13 @@ Example:
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
-from tnn_cli.declared import start
-from tnn_cli.model_path import find_config
-from tnn_cli.parser import load_config, option
-from tnn_cli.task_arguments import ComparisonArguments
-from tnn_cli.text_files import check_source
+from tnn_programs.cli.declared import start
+from tnn_programs.cli.model_path import find_config
+from tnn_programs.cli.parser import load_config, option
+from tnn_programs.cli.task_arguments import ComparisonArguments
+from tnn_programs.cli.text_files import check_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

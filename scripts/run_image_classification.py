@@ -13,11 +13,11 @@ Example:
 
 from dataclasses import dataclass
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
-from tnn_cli.declared import start
-from tnn_cli.parser import option
-from tnn_cli.task_arguments import ClassifierArguments
+from tnn_programs.cli.declared import start
+from tnn_programs.cli.parser import option
+from tnn_programs.cli.task_arguments import ClassifierArguments
 
 
 @dataclass(kw_only=True)

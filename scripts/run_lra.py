@@ -13,19 +13,19 @@ Example:
 
 from dataclasses import dataclass
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
-from tnn_cli.declared import declared_keys, start
-from tnn_cli.model_path import check_path
-from tnn_cli.parser import check_counts, option, require
-from tnn_cli.task_arguments import ClassifierArguments
+from tnn_programs.cli.declared import declared_keys, start
+from tnn_programs.cli.model_path import check_path
+from tnn_programs.cli.parser import check_counts, option, require
+from tnn_programs.cli.task_arguments import ClassifierArguments
 
 
 @dataclass(kw_only=True)
 class LraArguments(ClassifierArguments):
     """The task, its data and the model."""
 
-    task: str = option(choices=tuple(declared_keys("modeling_tnn.data.lra", "TASKS")))
+    task: str = option(choices=tuple(declared_keys("tnn_programs.data.lra", "TASKS")))
     dataset_path: str | None = None
     max_length: int | None = option(
         None, "Largest number of tokens. Longer texts are cut; ListOps has shorter samples."

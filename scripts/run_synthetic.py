@@ -13,11 +13,11 @@ Example:
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.declared import start
-from tnn_cli.parser import option, parse_overrides, require
-from tnn_cli.task_arguments import ComparisonArguments
+from tnn_programs.cli.declared import start
+from tnn_programs.cli.parser import option, parse_overrides, require
+from tnn_programs.cli.task_arguments import ComparisonArguments
 
 if TYPE_CHECKING:
     from modeling_tnn import TnnConfig

@@ -10,10 +10,10 @@ Example:
 
 import logging
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.parser import ProgramParser
-from tnn_cli.serving_arguments import PageArguments
+from tnn_programs.cli.parser import ProgramParser
+from tnn_programs.cli.serving_arguments import PageArguments
 
 
 @report_errors
@@ -21,7 +21,7 @@ def main():
     args = PageArguments(**vars(ProgramParser([PageArguments], __doc__).parse_args()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with importing("scripts,space"):
-        from modeling_tnn.serving.page import serve
+        from tnn_programs.serving.page import serve
     serve(args)
 
 

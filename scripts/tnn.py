@@ -9,10 +9,10 @@ Example:
 import sys
 from importlib import import_module
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
-from tnn_cli.commands import COMMANDS
-from tnn_cli.model_path import nearest
+from tnn_programs.cli.commands import COMMANDS
+from tnn_programs.cli.model_path import nearest
 
 
 def help_text() -> str:
@@ -38,7 +38,7 @@ def main():
         sys.stdout.write(f"modeling-tnn {version('modeling-tnn')}\n")
     elif command in COMMANDS:
         sys.argv = [f"tnn {command}", *options]
-        import_module(f"tnn_cli.programs.{COMMANDS[command][0]}").main()
+        import_module(f"tnn_programs.{COMMANDS[command][0]}").main()
     else:
         sys.stderr.write(f"error: {command} is not a command of tnn{nearest(command, COMMANDS)} See `tnn --help`.\n")
         sys.exit(2)

@@ -15,12 +15,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tnn_cli.errors import importing, report_errors
+from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_cli.atomic import check_overwriting, claim, new_files, write_json
-from tnn_cli.model_path import check_model_path
-from tnn_cli.parser import ProgramParser
-from tnn_cli.text_files import check_source
+from tnn_programs.cli.atomic import check_overwriting, claim, new_files, write_json
+from tnn_programs.cli.model_path import check_model_path
+from tnn_programs.cli.parser import ProgramParser
+from tnn_programs.cli.text_files import check_source
 
 COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole")
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
 
         import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
         from modeling_tnn.data.text import load_corpus, pack
-        from tnn_cli.model_path import check_vocabulary, load
+        from tnn_programs.cli.model_path import check_vocabulary, load
     name, tokenizer = args.model_name_or_path, load(AutoTokenizer, args.model_name_or_path)
     model = load(AutoModelForCausalLM, name).eval()
     if model.config.model_type != "tnn":

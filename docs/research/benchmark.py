@@ -21,17 +21,17 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
 from suites.decoding import DOTS
 from suites.peers import DEPTHS, FIELDS
 from suites.plot import AXES, plot
 
-from modeling_tnn.benchmarks.measure import measured
 from modeling_tnn.configuration_tnn import DIRECTIONS
 from modeling_tnn.extensions import IMPLEMENTATIONS
-from tnn_cli.atomic import check_writable, write_json
-from tnn_cli.parser import ProgramParser
+from tnn_programs.benchmarks.measure import measured
+from tnn_programs.cli.atomic import check_writable, write_json
+from tnn_programs.cli.parser import ProgramParser
 
 MODELS = ["released", *DEPTHS, *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTIONS]
 MODELS += ["gpt2", "llama", "mamba", "mamba2"]

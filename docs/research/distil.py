@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ from modeling_tnn.plotting.reading import poles_of
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tools.recurrent import fit_layer, kernel_to_fit, own_weights
-from tnn_cli.atomic import check_overwriting, claim
-from tnn_cli.programs.to_recurrent import parser, run, summary
+from tnn_programs.cli.atomic import check_overwriting, claim
+from tnn_programs.to_recurrent import parser, run, summary
 
 COLUMNS = (
     "order", "taps", "l2_layer", "l2_worst", "mse", "largest_pole", "direct_l2_layer", "direct_l2_worst", "direct_mse",

@@ -27,7 +27,7 @@ from datasets import Dataset
 
 from modeling_tnn import __version__
 from modeling_tnn.data.text import train_tokenizer
-from tnn_cli.atomic import write_json
+from tnn_programs.cli.atomic import write_json
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "tnn.py"
 BENCHMARK = Path(__file__).parent / "benchmark.py"

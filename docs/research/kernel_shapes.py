@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModel
 
 import modeling_tnn  # noqa: F401  (registers the models)
 from modeling_tnn import dense_toeplitz
-from modeling_tnn.benchmarks.measure import markdown
-from tnn_cli.atomic import write_json
+from tnn_programs.benchmarks.measure import markdown
+from tnn_programs.cli.atomic import write_json
 
 LENGTH, NEAR, STEP = 129, 8, 8
 FORMATS = {"model": "", "layer": "", "near": ".2f", "rough_near": ".2f", "rough_far": ".2f", "rank_near": ".0f"}

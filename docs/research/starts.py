@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
 import numpy as np
 import torch
@@ -35,13 +35,13 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from modeling_tnn.plotting.reading import Kernel
 from modeling_tnn.tno import ToeplitzOperator
-from modeling_tnn.training.grouping_trainer import GroupingTrainer
-from modeling_tnn.training.run_ablation import build_trainer, load_text, score_variant
-from modeling_tnn.training.trainer import compare, comparison
-from tnn_cli.declared import changed, training_options
-from tnn_cli.parser import parse_arguments
-from tnn_cli.programs.run_ablation import AblationArguments
-from tnn_cli.tables import markdown_table
+from tnn_programs.cli.declared import changed, training_options
+from tnn_programs.cli.parser import parse_arguments
+from tnn_programs.cli.tables import markdown_table
+from tnn_programs.run_ablation import AblationArguments
+from tnn_programs.training.grouping_trainer import GroupingTrainer
+from tnn_programs.training.run_ablation import build_trainer, load_text, score_variant
+from tnn_programs.training.trainer import compare, comparison
 
 Maker = Callable[[int, int], torch.Tensor]
 NOT_TRAINED = (r"\.tno\.", 0)

@@ -35,6 +35,6 @@ class S4Operator(ToeplitzOperator):
 register_operator("s4", S4Operator)
 
 if __name__ == "__main__":
-    from tnn_cli.programs.tnn import main
+    from tnn_programs.tnn import main
 
     main()

@@ -22,11 +22,11 @@ import modeling_tnn
 from modeling_tnn import TnnConfig
 from modeling_tnn.presets import configuration_folder, preset_folders
 from modeling_tnn.tools import sequence_pairs
-from tnn_cli.commands import COMMANDS
-from tnn_cli.parser import HELP, OF_TRAINER, SECTIONS, ProgramParser, default_of
-from tnn_cli.programs.presets import about, cells, grouped_presets, recipe_files, trainer_of
-from tnn_cli.tables import markdown_table
-from tnn_cli.training_arguments import PresetTraining
+from tnn_programs.cli.commands import COMMANDS
+from tnn_programs.cli.parser import HELP, OF_TRAINER, SECTIONS, ProgramParser, default_of
+from tnn_programs.cli.tables import markdown_table
+from tnn_programs.cli.training_arguments import PresetTraining
+from tnn_programs.presets import about, cells, grouped_presets, recipe_files, trainer_of
 
 PAGES = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Written by docs/site/generate.py. -->\n\n"
@@ -101,7 +101,7 @@ def parser_of(command: str) -> ProgramParser:
     parse, sys.argv = argparse.ArgumentParser.parse_known_args, [f"tnn {command}"]
     argparse.ArgumentParser.parse_known_args = stop
     try:
-        import_module(f"tnn_cli.programs.{COMMANDS[command][0]}").main()
+        import_module(f"tnn_programs.{COMMANDS[command][0]}").main()
     except _Stop as stopped:
         return stopped.args[0]
     finally:

@@ -15,13 +15,13 @@ import zlib
 from collections.abc import Sequence
 from itertools import chain
 
-from tnn_cli.errors import importing
+from tnn_programs.cli.errors import importing
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tnn_cli.text_files import DAMAGED, check_file, open_text, read_lines_of
+from tnn_programs.cli.text_files import DAMAGED, check_file, open_text, read_lines_of
 
 from ..tools.dna import NUCLEOTIDES, nucleotide_ids
 from .text import VALIDATION_SHARE, BlockStream, as_example, enclosing_tokens, random_generator

@@ -37,8 +37,8 @@ from tokenizers.processors import RobertaProcessing
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tnn_cli.model_path import check_path
-from tnn_cli.text_files import (
+from tnn_programs.cli.model_path import check_path
+from tnn_programs.cli.text_files import (
     BUILDERS,
     CHECKED_OF_STREAM,
     ENCODING,

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tnn_cli.text_files import read_lines_of
+from tnn_programs.cli.text_files import read_lines_of
 
 from ..tools.dna import nucleotide_ids
 from .genome import COMPLEMENT, some_of

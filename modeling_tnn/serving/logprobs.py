@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .pieces import INCOMPLETE
+from tnn_programs.serving.pieces import INCOMPLETE
 
 LEAST = -9999.0  # for a token that is never written: JSON has no infinite numbers
 

@@ -18,7 +18,7 @@ from helpers.hub_server import TOKEN, HangUp, HubServer, client
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run_script, save_model, write_config, write_text
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
-from modeling_tnn.training import publishing
+from tnn_programs.training import publishing
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -169,9 +169,9 @@ def hub(monkeypatch):
     """A Hub that the scripts of this process use; the client's pauses between attempts are left out."""
     with HubServer() as server:
         api = huggingface_hub.HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("modeling_tnn.training.publishing.HfApi", lambda: api)
-        monkeypatch.setattr("modeling_tnn.training.publishing.create_repo", api.create_repo)
-        monkeypatch.setattr("modeling_tnn.training.publishing.upload_folder", api.upload_folder)
+        monkeypatch.setattr("tnn_programs.training.publishing.HfApi", lambda: api)
+        monkeypatch.setattr("tnn_programs.training.publishing.create_repo", api.create_repo)
+        monkeypatch.setattr("tnn_programs.training.publishing.upload_folder", api.upload_folder)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
@@ -197,7 +197,7 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
     hub.on_upload = lambda: None
     run_script(*command)
     assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
-    monkeypatch.setattr("modeling_tnn.training.publishing.HfApi", lambda: NOWHERE)
+    monkeypatch.setattr("tnn_programs.training.publishing.HfApi", lambda: NOWHERE)
     is_refused("(?s)Nothing was published: ConnectError.*tnn push", *command)
 
 
@@ -238,7 +238,7 @@ def test_pretraining_without_a_network(hub, tmp_path, monkeypatch):
     command += ["--checkpointing_steps", 2, "--hub_private_repo"]
     hub.on_upload = hang_up
     with monkeypatch.context() as patched:
-        patched.setattr("modeling_tnn.training.publishing.create_repo", NOWHERE.create_repo)
+        patched.setattr("tnn_programs.training.publishing.create_repo", NOWHERE.create_repo)
         is_refused("repository cannot be opened for --push_to_hub: .*Connect", *command, "--push_to_hub")
     assert not (out / "metrics.json").exists()
     is_refused(r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out", *command, "--push_to_hub")

@@ -12,16 +12,16 @@ import pytest
 
 from helpers import processes
 from helpers.scripts import assert_same_weights, launch_environment, program, wait_until, write_config, write_text
-from tnn_cli.runs import checkpoints
+from tnn_programs.cli.runs import checkpoints
 
 pytestmark = pytest.mark.slow
 
 # pretrain.py in which something happens to the last process at step 5.
 WITH_A_FAULT = """
 import os, signal, sys, time
-from tnn_cli.programs import pretrain
-from modeling_tnn.training import accelerate_loop
-from tnn_cli import atomic
+from tnn_programs import pretrain
+from tnn_programs.training import accelerate_loop
+from tnn_programs.cli import atomic
 
 def train_step(self, batches, original=accelerate_loop.Pretraining._train_step):
     if self.state.step == 5 and os.environ["RANK"] == "1":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
 import pytest
 import torch
@@ -33,10 +33,10 @@ from helpers.scripts import (
 )
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.tools.dna import dna_tokenizer
-from modeling_tnn.training.grouping_trainer import StopCallback
-from modeling_tnn.training.processes import StopRequest
-from tnn_cli.atomic import LOCK, SavingError, claim, new_folder, saving_errors, write_json
-from tnn_cli.runs import find_checkpoint, write_checksums
+from tnn_programs.cli.atomic import LOCK, SavingError, claim, new_folder, saving_errors, write_json
+from tnn_programs.cli.runs import find_checkpoint, write_checksums
+from tnn_programs.training.grouping_trainer import StopCallback
+from tnn_programs.training.processes import StopRequest
 
 RESUME = ["--resume_from_checkpoint", "latest"]
 
@@ -210,7 +210,7 @@ def test_places_that_cannot_be_written_to(tmp_path, capsys):
         assert "cannot be written: it is a folder" in str(left.value) + capsys.readouterr().err
 
 
-HOLD = "import sys, time; from pathlib import Path; from tnn_cli.atomic import claim\n"
+HOLD = "import sys, time; from pathlib import Path; from tnn_programs.cli.atomic import claim\n"
 HOLD += "with claim(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 
@@ -295,7 +295,7 @@ def test_checkpoints_of_trainer(tmp_path, caplog, monkeypatch):
         with pytest.raises(ValueError, match=f"checkpoint-7/{path.name} is missing"):
             find_checkpoint(tmp_path, "auto")
         path.write_text(content)
-    monkeypatch.setattr("tnn_cli.runs._sha256", lambda path: exit("killed"))
+    monkeypatch.setattr("tnn_programs.cli.runs._sha256", lambda path: exit("killed"))
     with pytest.raises(SystemExit):
         StopCallback(StopRequest(), {}).on_save(args, state, TrainerControl())
     (tmp_path / "checkpoint-7" / "checksums.json").unlink()

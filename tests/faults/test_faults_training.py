@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tnn_cli.errors import MemoryExceededError, suggest_smaller
+from tnn_programs.cli.errors import MemoryExceededError, suggest_smaller
 
 import pytest
 import torch
@@ -28,9 +28,9 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from modeling_tnn.training.accelerate_loop import Pretraining
-from modeling_tnn.training.processes import StopRequest
-from tnn_cli.runs import checkpoints
+from tnn_programs.cli.runs import checkpoints
+from tnn_programs.training.accelerate_loop import Pretraining
+from tnn_programs.training.processes import StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_step_or_length_that_does_not_fit(unbroken, tmp_path, monkeypatch):
     command = ["pretrain", *unbroken[0], "--output_dir", tmp_path, "--checkpointing_steps", 2]
     message = str(ends(Pretraining, "_train_step", 4, exhaust, *command))
     assert "for a training step: give a smaller --per_device_train_batch_size" in message and "latest" in message
-    monkeypatch.setattr("modeling_tnn.training.scoring.score_rows", lambda *_: exhaust())
+    monkeypatch.setattr("tnn_programs.training.scoring.score_rows", lambda *_: exhaust())
     with pytest.raises(SystemExit, match="at length 32: give a smaller --tokens_per_pass than 4096"):
         run_script("evaluate_lm", "--model_name_or_path", unbroken[1], "--validation_file",
                    write_text(tmp_path / "text.txt"), "--lengths", 32, "--output_dir", tmp_path / "out")  # fmt: skip
@@ -231,7 +231,7 @@ def test_programs_of_trainer_that_do_not_fit(program, call, option, request, tmp
 LIMITED = """
 import resource, sys
 import torch
-from tnn_cli.errors import MemoryExceededError, suggest_smaller
+from tnn_programs.cli.errors import MemoryExceededError, suggest_smaller
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
 attempts = {

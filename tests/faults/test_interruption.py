@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
 from helpers.scripts import assert_same_weights, figures, pretrain_options, program, read, run_script, tree, wait_until
-from tnn_cli.atomic import LOCK, claim, clean, new_files, new_folder
-from tnn_cli.runs import checkpoints, prune, remove_others
+from tnn_programs.cli.atomic import LOCK, claim, clean, new_files, new_folder
+from tnn_programs.cli.runs import checkpoints, prune, remove_others
 
 STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
 

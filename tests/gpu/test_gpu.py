@@ -21,7 +21,7 @@ from modeling_tnn.kernels import loss
 from modeling_tnn.kernels.choice import choose
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate
-from modeling_tnn.training.passes import CapturedStep, CudaRecorder
+from tnn_programs.training.passes import CapturedStep, CudaRecorder
 
 DEVICE = os.environ.get("TNN_GPU_TESTS", "cuda")
 ON_GPU = DEVICE == "cuda"

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from helpers.scripts import free_port
-from modeling_tnn.serving.app import build_app
-from modeling_tnn.serving.server import Server
-from modeling_tnn.serving.service import Service
-from tnn_cli.serving_arguments import ApiArguments
+from tnn_programs.cli.serving_arguments import ApiArguments
+from tnn_programs.serving.app import build_app
+from tnn_programs.serving.server import Server
+from tnn_programs.serving.service import Service
 
 
 @contextlib.contextmanager

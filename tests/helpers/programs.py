@@ -26,8 +26,8 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, run, run_script, save_model, tree, write_config, write_text
 from modeling_tnn import TnnForMaskedLM
 from modeling_tnn.data.text import load_corpus, train_tokenizer
-from tnn_cli.commands import COMMANDS
-from tnn_cli.parser import parse_arguments
+from tnn_programs.cli.commands import COMMANDS
+from tnn_programs.cli.parser import parse_arguments
 
 # Trainer has no help for some of its options, and types of its own for others.
 OF_TRAINER = {f"--{name}" for name in TrainingArguments.__dataclass_fields__}
@@ -139,7 +139,7 @@ class ProgramTests:
         shutil.rmtree(output, ignore_errors=True)
         assert not unlike(self.program, shlex.split(self.needed), self.refused)
         assert tree(inputs) == before and {path.name for path in output.glob("*")} <= self.left
-        assert import_module(f"tnn_cli.programs.{self.program}").main.__wrapped__.__name__ == "main", (
+        assert import_module(f"tnn_programs.{self.program}").main.__wrapped__.__name__ == "main", (
             "nothing else starts it"
         )
 

@@ -55,7 +55,7 @@ def words(*arguments) -> list[str]:
 
 def run_script(name: str, *arguments):
     """Call the `main` of a script in this process; what ends it early is raised."""
-    script, saved = import_module(f"tnn_cli.programs.{name}"), sys.argv
+    script, saved = import_module(f"tnn_programs.{name}"), sys.argv
     sys.argv = [name, *words(*arguments)]
     try:
         return script.main()

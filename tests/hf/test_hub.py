@@ -17,7 +17,7 @@ import modeling_tnn
 from helpers import processes
 from helpers.hub_server import HubServer, client, environment
 from helpers.scripts import ROOT, run_script, save_model
-from modeling_tnn.training import publishing as push_to_hub
+from tnn_programs.training import publishing as push_to_hub
 
 REPO = "user/tnn"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -116,7 +116,7 @@ def test_card_and_space_of_a_publication(hub, model_folder, tmp_path, monkeypatc
     assert package == options[-1] and [line.partition("==")[0] for line in versions] == ["torch", "transformers"]
     assert all(re.fullmatch(r"[\w-]+==[0-9.]+", line) for line in versions)
     served = []
-    monkeypatch.setattr("modeling_tnn.serving.page.serve", served.append)
+    monkeypatch.setattr("tnn_programs.serving.page.serve", served.append)
     exec(compile(files["app.py"], "app.py", "exec"), {})
     assert [(args.model_name_or_path, args.host, args.port) for args in served] == [("user/paged", None, None)]
 

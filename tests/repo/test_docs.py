@@ -20,8 +20,8 @@ from transformers import GenerationConfig
 from helpers import processes
 from helpers.models import slow
 from helpers.scripts import ROOT, free_port, save_model
-from tnn_cli.commands import COMMAND_OF, COMMANDS
-from tnn_cli.model_path import find_recipe
+from tnn_programs.cli.commands import COMMAND_OF, COMMANDS
+from tnn_programs.cli.model_path import find_recipe
 
 PAGES = ROOT / "docs"
 FILES = (*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *ROOT.glob("configuration/*.md"), ROOT / "model_cards/README.md")

@@ -68,7 +68,7 @@ def test_sub_packages_import_the_core():
 
 def test_models_need_nothing_of_the_programs():
     """Who imports the package alone has not the libraries of its extras."""
-    code = "import sys, modeling_tnn; modeling_tnn.TnnModel; assert 'tnn_cli' not in sys.modules"
+    code = "import sys, modeling_tnn; modeling_tnn.TnnModel; assert 'tnn_programs.cli' not in sys.modules"
     processes.run([sys.executable, "-c", code], check=True)
 
 
@@ -98,7 +98,7 @@ def test_programs():
     """Nothing imports one; all are programs."""
     for path in [*SCRIPTS.rglob("*.py"), *PACKAGE.rglob("*.py")]:
         names = modules(path)
-        assert not any(name.startswith("tnn_cli.programs") for name in names), path.name
+        assert not any(name.startswith("tnn_programs") for name in names), path.name
         assert not {name.partition(".")[0] for name in names} & PROGRAMS, path.name
     for name in PROGRAMS:
         assert 'if __name__ == "__main__":\n    main()\n' in (SCRIPTS / f"{name}.py").read_text(), name

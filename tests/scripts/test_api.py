@@ -17,8 +17,8 @@ openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx2")  # 
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
-from modeling_tnn.serving.engine import Text  # noqa: E402
 from modeling_tnn.serving.scheduler import Batch  # noqa: E402
+from tnn_programs.serving.engine import Text  # noqa: E402
 
 PROMPT = "The quick brown"
 TEMPLATE = (
@@ -386,7 +386,7 @@ def test_the_program(folder, monkeypatch):
 
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "uvicorn", None)
-        without.delitem(sys.modules, "modeling_tnn.serving.server", raising=False)  # another test may have loaded it
+        without.delitem(sys.modules, "tnn_programs.serving.server", raising=False)  # another test may have loaded it
         done = run("api.py", "--model_name_or_path", folder, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert 'pip install "modeling-tnn[api]"' in done.stderr

@@ -21,8 +21,8 @@ openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx2")  # 
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
-from modeling_tnn.serving.engine import Text  # noqa: E402
-from tnn_cli.serving_arguments import ApiArguments  # noqa: E402
+from tnn_programs.cli.serving_arguments import ApiArguments  # noqa: E402
+from tnn_programs.serving.engine import Text  # noqa: E402
 
 LONG = {"prompt": "The quick", "max_tokens": 5000, "temperature": 0}
 
@@ -50,8 +50,8 @@ def test_a_key(folder, monkeypatch):
         with openai.OpenAI(base_url=f"{service.url}/v1", api_key="a secret", max_retries=0) as client:
             assert client.models.list().data[0].id == service.name
     asked = []
-    monkeypatch.setattr("modeling_tnn.serving.app.build_app", lambda service, key: asked.append(key))
-    monkeypatch.setattr("modeling_tnn.serving.server.Server.run", lambda server: None)
+    monkeypatch.setattr("tnn_programs.serving.app.build_app", lambda service, key: asked.append(key))
+    monkeypatch.setattr("tnn_programs.serving.server.Server.run", lambda server: None)
     serve = functools.partial(run, "api.py", "--model_name_or_path", folder, "--port", 0, check=False)
     for key in ("a secret", "", "a\nb", "schl\xfcssel", " a"):
         by_option = serve("--api_key", key)

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForC
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run, table_rows
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.benchmarks import gpu, gpu_models
 from modeling_tnn.cache_tnn import memory_per_sequence
+from tnn_programs.benchmarks import gpu, gpu_models
 
 SIZES = {"vocab_size": 99, "hidden_size": 16}
 LLAMA = LlamaConfig(

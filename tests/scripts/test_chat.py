@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from helpers.models import slow
 from helpers.scripts import run, save_model
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.serving.pieces import Pieces
 from modeling_tnn.serving.request import Request
-from modeling_tnn.serving.writing import Conversation
+from tnn_programs.serving.pieces import Pieces
+from tnn_programs.serving.writing import Conversation
 
 GREEDY = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
 LINES = ["The quick brown fox", "jumps over", "the lazy dog"]

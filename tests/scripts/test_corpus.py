@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import SENTENCES, read, run_script, write_config, write_text
-from modeling_tnn.data.mixture import Mixture, open_source
 from modeling_tnn.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
-from tnn_cli.text_files import read_lines, read_lines_of
+from tnn_programs.cli.text_files import read_lines, read_lines_of
+from tnn_programs.data.mixture import Mixture, open_source
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 

@@ -28,7 +28,7 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from modeling_tnn.training.processes import check_tables
+from tnn_programs.training.processes import check_tables
 
 FOLDER = ROOT / "configuration" / "accelerate"
 CONFIGS = {"cpu": "NO", "cpu-gloo": "MULTI_GPU", "cpu-fsdp2": "FSDP", "gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
@@ -70,7 +70,7 @@ def test_two_processes_of_pretrain_are_one_and_resume(tmp_path, monkeypatch):
     run_ranks("pretrain", *options, f"--output_dir {tmp_path}/resumed --resume_from_checkpoint latest")
     assert_same_weights(tmp_path / "two", tmp_path / "resumed")
     alone = type("One", (), {"num_processes": 1})
-    monkeypatch.setattr("modeling_tnn.training.pretrain.Accelerator", lambda **options: alone)
+    monkeypatch.setattr("tnn_programs.training.pretrain.Accelerator", lambda **options: alone)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2 processes were started, but accelerate sees 1"):  # and one folder
         run_script("pretrain", *options, f"--output_dir {tmp_path}/out")
@@ -218,9 +218,9 @@ def test_an_engine_that_is_not_in_use(runs, monkeypatch, tmp_path):
 IN_BFLOAT16 = """
 import json, sys, torch
 from modeling_tnn import TnnConfig, TnnForCausalLM, tno_rpe, modeling_tnn
-from modeling_tnn.training.processes import prepare
-from tnn_cli.training_arguments import PretrainArguments
-from modeling_tnn.training.pretrain import build_accelerator
+from tnn_programs.training.processes import prepare
+from tnn_programs.cli.training_arguments import PretrainArguments
+from tnn_programs.training.pretrain import build_accelerator
 
 accelerator, seen = build_accelerator(PretrainArguments()), {}
 for name, owner in (("kernels", tno_rpe.RelativePositionEncoder), ("blocks", modeling_tnn.TnnGatedLinearUnit)):

@@ -23,7 +23,7 @@ from modeling_tnn.data.genome import (
     windows_of,
 )
 from modeling_tnn.tools.dna import dna_tokenizer, reverse_complement
-from tnn_cli.text_files import is_fasta
+from tnn_programs.cli.text_files import is_fasta
 
 bgzf = pytest.importorskip("Bio.bgzf")
 DRAWN = np.random.default_rng(0).choice(list("ACGT"), 3000)

@@ -16,9 +16,9 @@ from modeling_tnn import (
     TnnForMaskedLM,
     TnnForTimeSeriesPrediction,
 )
-from modeling_tnn.training import model_card
-from modeling_tnn.training.model_card import INPUTS, TEMPLATE, collect, render
-from tnn_cli.card_options import build_publishing_parser
+from tnn_programs.cli.card_options import build_publishing_parser
+from tnn_programs.training import model_card
+from tnn_programs.training.model_card import INPUTS, TEMPLATE, collect, render
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 

@@ -10,9 +10,9 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM, TrainingArgume
 from helpers.models import seeded, tiny_config
 from helpers.scripts import pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.training.grouping_trainer import GroupingTrainer
-from modeling_tnn.training.passes import build_optimizer, decayed_parameters
-from tnn_cli.training_arguments import GroupArguments, PretrainArguments
+from tnn_programs.cli.training_arguments import GroupArguments, PretrainArguments
+from tnn_programs.training.grouping_trainer import GroupingTrainer
+from tnn_programs.training.passes import build_optimizer, decayed_parameters
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 from helpers import processes
 from helpers.hub_server import HubServer, environment
 from helpers.scripts import free_port, program, save_model
-from modeling_tnn.serving.engine import Engine
-from modeling_tnn.serving.page import Writer, build_page
-from modeling_tnn.serving.writing import load_served
+from tnn_programs.serving.engine import Engine
+from tnn_programs.serving.page import Writer, build_page
+from tnn_programs.serving.writing import load_served
 
 pytest.importorskip("gradio", reason="the page needs Gradio: make test-browser")
 httpx = pytest.importorskip("httpx", reason="Gradio brings it: make test-browser")

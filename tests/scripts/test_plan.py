@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from helpers.models import slow
 from helpers.scripts import read, run_script
 from modeling_tnn import TnnConfig
-from modeling_tnn.training import plan
-from tnn_cli.training_arguments import PretrainArguments, read_presets
+from tnn_programs.cli.training_arguments import PretrainArguments, read_presets
+from tnn_programs.training import plan
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "rpe_dim": 16, "rpe_layers": 2, "decay": 0.9}
 FIELDS = ",".join(f"{name}={value}" for name, value in SIZES.items())

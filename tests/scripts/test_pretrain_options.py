@@ -5,7 +5,7 @@ import json
 import re
 from types import SimpleNamespace
 
-from tnn_cli.errors import MemoryExceededError
+from tnn_programs.cli.errors import MemoryExceededError
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ from helpers.programs import parse
 from helpers.scripts import run_script, write_config
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
-from modeling_tnn.training import costs
-from modeling_tnn.training.pretrain import build_config
-from tnn_cli.declared import training_options
-from tnn_cli.programs.finetune_glue import GlueArguments
-from tnn_cli.training_arguments import PretrainArguments, choose_schedule
+from tnn_programs.cli.declared import training_options
+from tnn_programs.cli.training_arguments import PretrainArguments, choose_schedule
+from tnn_programs.finetune_glue import GlueArguments
+from tnn_programs.training import costs
+from tnn_programs.training.pretrain import build_config
 
 DECAYING = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 400}'}
 TO_AN_END = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": 0.005}'}

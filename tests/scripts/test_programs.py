@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from unittest.mock import Mock
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
 import numpy as np
 import pytest
@@ -22,20 +22,20 @@ from helpers import processes
 from helpers.glue import rows, save_encoder
 from helpers.programs import OF_TRAINER, ProgramTests, TrainingTests, options_of, parse, unlike
 from helpers.scripts import ROOT, program, run, run_script, wait_until, words, write_config, write_text
-from modeling_tnn.data.lra import TASKS
-from modeling_tnn.training import run_image_classification, run_lra
-from modeling_tnn.training.pretrain import build_config
-from tnn_cli import threads
-from tnn_cli.commands import COMMANDS
-from tnn_cli.declared import training_options
-from tnn_cli.model_path import find_recipe
-from tnn_cli.parser import HELP, parse_overrides
-from tnn_cli.programs.finetune_glue import GlueArguments
-from tnn_cli.programs.run_ablation import AblationArguments
-from tnn_cli.programs.run_image_classification import ImageArguments
-from tnn_cli.programs.run_lra import LraArguments
-from tnn_cli.programs.run_synthetic import SyntheticArguments
-from tnn_cli.training_arguments import PretrainArguments
+from tnn_programs.cli import threads
+from tnn_programs.cli.commands import COMMANDS
+from tnn_programs.cli.declared import training_options
+from tnn_programs.cli.model_path import find_recipe
+from tnn_programs.cli.parser import HELP, parse_overrides
+from tnn_programs.cli.training_arguments import PretrainArguments
+from tnn_programs.data.lra import TASKS
+from tnn_programs.finetune_glue import GlueArguments
+from tnn_programs.run_ablation import AblationArguments
+from tnn_programs.run_image_classification import ImageArguments
+from tnn_programs.run_lra import LraArguments
+from tnn_programs.run_synthetic import SyntheticArguments
+from tnn_programs.training import run_image_classification, run_lra
+from tnn_programs.training.pretrain import build_config
 
 SMALL = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,rpe_dim=4"
 NOT_A_TNN = "--model_name_or_path must be a TNN, got gpt2 of gpt2"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from helpers.models import tiny_config
 from helpers.scripts import ROOT, TEXT, read, save_model, table_rows, words
 from modeling_tnn.tno_auto import build_tno
-from tnn_cli.parser import load_config, parse_overrides
+from tnn_programs.cli.parser import load_config, parse_overrides
 
 sys.path.append(str(ROOT / "docs" / "research"))
 pytestmark = pytest.mark.slow

@@ -23,11 +23,11 @@ from transformers import (
 
 from helpers.programs import unlike
 from helpers.scripts import read, run, run_script, weights, words
-from modeling_tnn.training import run_image_classification as script
-from modeling_tnn.training.peers import vit_like
-from modeling_tnn.training.publishing import stage
-from tnn_cli.card_options import build_publishing_parser
-from tnn_cli.parser import load_config
+from tnn_programs.cli.card_options import build_publishing_parser
+from tnn_programs.cli.parser import load_config
+from tnn_programs.training import run_image_classification as script
+from tnn_programs.training.peers import vit_like
+from tnn_programs.training.publishing import stage
 
 CLASSES = ["vertical", "horizontal", "diagonal"]
 TINY = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,rpe_dim=8"

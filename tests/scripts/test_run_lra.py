@@ -23,11 +23,11 @@ from helpers.programs import parse
 from helpers.scripts import ROOT, read, run
 from modeling_tnn import TnnConfig
 from modeling_tnn.data import lra, pathfinder
-from modeling_tnn.data.lra import TASKS, byte_tokenizer, encode_split, load_task
 from modeling_tnn.tools.sequence_pairs import ModernBertForSequencePairClassification, TnnForSequencePairClassification
-from modeling_tnn.training import run_lra
-from tnn_cli.declared import training_options
-from tnn_cli.programs.run_lra import LraArguments
+from tnn_programs.cli.declared import training_options
+from tnn_programs.data.lra import TASKS, byte_tokenizer, encode_split, load_task
+from tnn_programs.run_lra import LraArguments
+from tnn_programs.training import run_lra
 
 
 def value_of(source: str) -> int:

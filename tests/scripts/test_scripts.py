@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from helpers.scripts import TEXT, read, run, save_model, write_config, write_text
-from modeling_tnn.serving.writing import load_writer, sampling_of
-from tnn_cli.generation_fields import documented_kinds
-from tnn_cli.sampling import OF_SAMPLING, sampling
+from tnn_programs.cli.generation_fields import documented_kinds
+from tnn_programs.cli.sampling import OF_SAMPLING, sampling
+from tnn_programs.serving.writing import load_writer, sampling_of
 
 
 def test_the_demo_learns_what_it_reads(tmp_path, caplog):

@@ -11,10 +11,10 @@ import torch
 from helpers.api_server import wait_until_idle
 from helpers.scripts import run, save_model
 from modeling_tnn.plotting.reading import read_model
-from modeling_tnn.serving.engine import Engine
-from modeling_tnn.serving.page import WAITING, Writer, draw_kernels, stopped
 from modeling_tnn.serving.request import Request
-from modeling_tnn.serving.writing import load_served
+from tnn_programs.serving.engine import Engine
+from tnn_programs.serving.page import WAITING, Writer, draw_kernels, stopped
+from tnn_programs.serving.writing import load_served
 
 PROMPT, LONG = "The quick brown", 5000
 
@@ -161,13 +161,13 @@ def test_what_does_not_start(monkeypatch, tmp_path):
 
 def test_the_demo_and_its_page(folder, monkeypatch):
     """It is trained first, unless there is a model already."""
-    done, page, figures = [], "modeling_tnn.training.demo", {"unstable_layers": []}
+    done, page, figures = [], "tnn_programs.training.demo", {"unstable_layers": []}
     monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
     monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))
     refused = run("demo.py", "--serve", "--output_dir", folder, check=False)
     assert (refused.returncode, done) == (2, [])
     assert "holds a model. Give --overwrite_output_dir to replace it" in refused.stderr
-    monkeypatch.setattr("modeling_tnn.training.pretrain.run", lambda args: done.append("trained") or figures)
+    monkeypatch.setattr("tnn_programs.training.pretrain.run", lambda args: done.append("trained") or figures)
     (folder / "metrics.json").write_text("{}")
     run("demo.py", "--serve", "--output_dir", folder, "--overwrite_output_dir")
     assert done == ["trained", str(folder)]

@@ -11,10 +11,10 @@ from helpers.models import slow
 from helpers.programs import unlike
 from helpers.scripts import SENTENCES, assert_same_weights, at_call, read, run_ranks, run_script, words, write_config
 from modeling_tnn.data import streaming
-from modeling_tnn.data.mixture import MixedRows, Mixture, open_source
-from modeling_tnn.data.streaming import TextStream, hold_out
 from modeling_tnn.data.text import tokenize, train_tokenizer
-from modeling_tnn.training.accelerate_loop import Pretraining
+from tnn_programs.data.mixture import MixedRows, Mixture, open_source
+from tnn_programs.data.streaming import TextStream, hold_out
+from tnn_programs.training.accelerate_loop import Pretraining
 
 
 @pytest.fixture(scope="module")

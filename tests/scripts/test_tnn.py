@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tnn_cli.errors import UserError, importing
+from tnn_programs.cli.errors import UserError, importing
 
 import pytest
 import yaml
@@ -19,16 +19,16 @@ from transformers import AutoConfig
 from helpers import processes
 from helpers.models import exhaustive, slow
 from helpers.scripts import program, run, save_model, write_config, write_text
-from tnn_cli.commands import COMMANDS, next_steps
-from tnn_cli.model_path import check_model_path, find_config, find_recipe, load, try_hub
-from tnn_cli.programs import presets
-from tnn_cli.training_arguments import read_presets
+from tnn_programs import presets
+from tnn_programs.cli.commands import COMMANDS, next_steps
+from tnn_programs.cli.model_path import check_model_path, find_config, find_recipe, load, try_hub
+from tnn_programs.cli.training_arguments import read_presets
 
 # What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
 SLOW = {"torch", "transformers", "datasets", "scipy", "matplotlib", "numpy", "accelerate", "huggingface_hub"}
 ANSWERS = f"""
 import contextlib, io, sys
-from tnn_cli.programs.tnn import main
+from tnn_programs.tnn import main
 for line in LINES:
     sys.argv, shown = ["tnn", *line], io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), contextlib.suppress(SystemExit):
@@ -47,7 +47,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 sys.argv = ["tnn", *LINES]
-from tnn_cli.programs.tnn import main
+from tnn_programs.tnn import main
 main()
 """
 # What the package brings alone.
@@ -56,7 +56,7 @@ import sys
 extras = ("accelerate", "datasets", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio")
 for name in (*extras, "peft"):  # which transformers imports if it is there, and needs accelerate
     sys.modules[name] = None
-from tnn_cli.programs.tnn import main
+from tnn_programs.tnn import main
 for line in LINES:
     sys.argv = ["tnn", *line]
     try:
@@ -68,7 +68,7 @@ for line in LINES:
 WITHOUT_SERVER = """
 import sys
 sys.modules |= dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client", "gradio"))
-import modeling_tnn.training.demo
+import tnn_programs.training.demo
 """
 # Names and files that are not there, and texts in place of numbers.
 WRONG = {
@@ -168,7 +168,7 @@ def test_ctrl_c_while_modules_are_imported():
     """Ours, and PyTorch, which is imported when the command line was read."""
     tried = "a/b is not a folder here: trying the Hub\n"
     for module, line, said in (
-        ("tnn_cli.parser", ["chat"], ""), ("torch", ["chat", "--model_name_or_path", "a/b"], tried),
+        ("tnn_programs.cli.parser", ["chat"], ""), ("torch", ["chat", "--model_name_or_path", "a/b"], tried),
     ):  # fmt: skip
         done = python(INTERRUPTED.replace("MODULE", module), line)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
@@ -238,7 +238,7 @@ OURS = (
 
 
 @pytest.mark.parametrize(
-    "library", ["modeling_tnn", *slow("tnn_cli.errors; import modeling_tnn")], ids=["package", "script"]
+    "library", ["modeling_tnn", *slow("tnn_programs.cli.errors; import modeling_tnn")], ids=["package", "script"]
 )
 def test_import(library):
     """torchao is not a dependency. transformers imports it if it is installed; a script prints nothing even then."""

@@ -29,9 +29,9 @@ from modeling_tnn import PoleCallback
 from modeling_tnn.data.text import BlockStream
 from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
-from modeling_tnn.training import accelerate_loop
-from modeling_tnn.training.accelerate_loop import Pretraining, StepReports
-from tnn_cli.runs import checkpoints
+from tnn_programs.cli.runs import checkpoints
+from tnn_programs.training import accelerate_loop
+from tnn_programs.training.accelerate_loop import Pretraining, StepReports
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU

@@ -6,7 +6,7 @@ import random
 import shutil
 import sys
 
-from tnn_cli.errors import report_errors
+from tnn_programs.cli.errors import report_errors
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from helpers.models import exhaustive
 from helpers.scripts import run_script, save_model, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM
-from modeling_tnn.serving.writing import load_served
+from tnn_programs.serving.writing import load_served
 
 VALUES = (None, True, -1, 1, 1e308, float("nan"), "", "x", "\ud800", [], ["x"], [[1]], {}, {"x": 1}, {"a": {"b": [1]}})
 TEXTS = ("", "null", "[]", "1", "true", '"x"', "{", "{}", '{"x": 1}', "[{}]", '{"weight_map": []}', "\ufeff{}", "{{ x")

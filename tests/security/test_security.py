@@ -20,8 +20,8 @@ from transformers import logging as transformers_logging
 from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import ROOT, Malicious, run, run_script, save_model, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel
-from tnn_cli.model_path import check_vocabulary
-from tnn_cli.runs import write_checksums
+from tnn_programs.cli.model_path import check_vocabulary
+from tnn_programs.cli.runs import write_checksums
 
 # Of each kind; `test_wrong_types_of_every_field` has all fields.
 TAMPERED = [

@@ -14,7 +14,7 @@ from modeling_tnn.inputs import token_positions
 from modeling_tnn.mixers import view_of
 from modeling_tnn.plotting.reading import read_model
 from modeling_tnn.tno import Pass
-from tnn_cli.parser import load_config, parse_overrides
+from tnn_programs.cli.parser import load_config, parse_overrides
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)

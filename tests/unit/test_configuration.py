@@ -33,7 +33,7 @@ from modeling_tnn.tno_rpe import RPE_INPUTS
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
 from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES
 from modeling_tnn.tno_ski import INITIAL_DEVIATIONS
-from tnn_cli.training_arguments import read_presets
+from tnn_programs.cli.training_arguments import read_presets
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("*/config.json"))

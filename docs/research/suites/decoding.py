@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from suites.peers import FIELDS
 
-from modeling_tnn.benchmarks.measure import clock, markdown, ratio
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
+from tnn_programs.benchmarks.measure import clock, markdown, ratio
 
 FORMATS = {"context": "", "way": "", "microseconds_per_token": ".0f", "best_dot_over_this": ".1f"}
 FORMATS |= {"over_shortest_context": ".2f"}

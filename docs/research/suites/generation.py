@@ -18,10 +18,10 @@ from suites.peers import ATTENTION, FIELDS, attention_fields
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
-from modeling_tnn.benchmarks.measure import clock, markdown
-from modeling_tnn.benchmarks.measure import ratio as measured_ratio
-from modeling_tnn.benchmarks.models import layer_bytes
 from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
+from tnn_programs.benchmarks.measure import clock, markdown
+from tnn_programs.benchmarks.measure import ratio as measured_ratio
+from tnn_programs.benchmarks.models import layer_bytes
 
 TURN = 32
 TNN_FIELDS = FIELDS | dict.fromkeys((*ATTENTION, "modal"), FIELDS["rpe"])  # `modal` is converted from it

@@ -20,11 +20,11 @@ from transformers import (
     ReformerConfig,
 )
 
-from modeling_tnn.benchmarks.measure import measure, peak_on_device, ratio
 from modeling_tnn.configuration_tnn import TnnConfig
-from modeling_tnn.training.peers import modernbert_like
-from tnn_cli.parser import load_config, parse_overrides
-from tnn_cli.tables import markdown_table
+from tnn_programs.benchmarks.measure import measure, peak_on_device, ratio
+from tnn_programs.cli.parser import load_config, parse_overrides
+from tnn_programs.cli.tables import markdown_table
+from tnn_programs.training.peers import modernbert_like
 
 PRESET = "tnn-text"
 LANDMARKS, CHUNK = 64, 64  # of Nystroemformer, and of Reformer's attention

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from suites.peers import build_model
 
-from modeling_tnn.benchmarks.measure import markdown, peak_on_device
-from modeling_tnn.benchmarks.peers import training_loss
-from modeling_tnn.training.costs import resident_peak
+from tnn_programs.benchmarks.measure import markdown, peak_on_device
+from tnn_programs.benchmarks.peers import training_loss
+from tnn_programs.training.costs import resident_peak
 
 FORMATS = {"length": "", "way": "", "saved_mebibytes": ".0f", "over_released_saved": ".2f", "peak_mebibytes": ".0f"}
 FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}

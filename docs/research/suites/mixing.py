@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.functional import elu, scaled_dot_product_attention
 
 from modeling_tnn import TnnConfig
-from modeling_tnn.benchmarks.measure import markdown, measure, ratio
 from modeling_tnn.tno_auto import build_tno
+from tnn_programs.benchmarks.measure import markdown, measure, ratio
 
 HEAD, TAPS = 64, 31
 FORMATS = {"length": "", "way": "", "milliseconds": ".1f", "over_toeplitz": ".2f", "saved_mebibytes": ".1f"}

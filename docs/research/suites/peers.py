@@ -7,10 +7,10 @@ import torch
 from suites.products import operator_sizes, released_product
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.benchmarks import peers
 from modeling_tnn.configuration_tnn import FULL, TOEPLITZ
 from modeling_tnn.tno_auto import OPERATORS
 from modeling_tnn.tno_rpe import RpeOperator
+from tnn_programs.benchmarks import peers
 
 # The operators of the benchmarks of decoding and of serving.
 FIELDS = {

@@ -18,9 +18,9 @@ from suites.s4_layer import S4Layer
 from torch import nn
 
 from modeling_tnn import TnnConfig
-from modeling_tnn.benchmarks.measure import measure, ratio
 from modeling_tnn.tno_auto import build_tno
-from tnn_cli.tables import markdown_table
+from tnn_programs.benchmarks.measure import measure, ratio
+from tnn_programs.cli.tables import markdown_table
 
 
 def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The name of an operator is a TNN with it; `fused` and `eager` have `rpe`. `hybrid` has attention in every fourth layer,
 from the second, `attention` in all, with rotary positions; the rest is that of a TNN. `matmul` and the words after a
-name are those of `step` in `modeling_tnn/benchmarks/gpu_models.py`.
+name are those of `step` in `scripts/benchmarks/gpu_models.py`.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch
 from suites.peers import BUILDERS, build_model
 from suites.products import rows_of
 
-from modeling_tnn.benchmarks import gpu_models
-from modeling_tnn.benchmarks.measure import autocast, markdown, measure, peak_on_device
+from tnn_programs.benchmarks import gpu_models
+from tnn_programs.benchmarks.measure import autocast, markdown, measure, peak_on_device
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}

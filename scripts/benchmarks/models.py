@@ -1,0 +1,111 @@
+"""The cost of trained models: a training step, a new token after a context, and the state that decoding keeps.
+
+A training step is the forward pass, the loss and the backward pass, without the optimizer. The loss of every model is
+computed by the same function, without the logits of the whole batch. A repeat of decoding is 128 tokens, a whole
+decoding block of a TNN whose kernels decay, in rounds of 32 tokens. Ratios are over the first model. The state is that
+of one sequence after the context, in MiB.
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from modeling_tnn.cache_tnn import CACHE, bytes_per_sequence
+from tnn_programs.benchmarks.measure import autocast, markdown, measure, ratio
+from tnn_programs.benchmarks.peers import training_loss
+from tnn_programs.cli.model_path import check_model_path, load
+
+TURN, TURNS = 32, 4
+CHUNK = 512  # tokens of the context that are read at once
+FORMATS = {"model": "", "context": ",", "parameters": ",", "training_tokens_per_second": ",.0f"}
+FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f", "state_mebibytes": ".1f"}
+
+
+def run(args) -> list[dict]:
+    """One row for each model and context."""
+    models, rows = {}, []
+    for name in args.model_name_or_path:
+        check_model_path(name)
+        models[name] = load(AutoModelForCausalLM, name, dtype=torch.float32).to(args.device)
+    batch = max(1, args.tokens // args.block_size)
+    training = measure({name: training_step(model, batch, args) for name, model in models.items()}, args)
+    first = args.model_name_or_path[0]
+    for context in args.contexts:
+        decoders = {name: Decoder(model.eval(), context, args) for name, model in models.items()}
+        states = {name: decoder.state_bytes() / 2**20 for name, decoder in decoders.items()}
+        decoding = decoding_times(decoders, args)
+        for name, model in models.items():
+            rows.append({
+                "model": name,
+                "context": context,
+                "parameters": model.num_parameters(),
+                "training_tokens_per_second": batch * args.block_size / statistics.median(training[name]),
+                "training_time": ratio(training[name], training[first]),
+                "ms_per_token": 1000 * statistics.median(decoding[name]),
+                "decoding_time": ratio(decoding[name], decoding[first]),
+                "state_mebibytes": states[name],
+            })  # fmt: skip
+    return rows
+
+
+def training_step(model: PreTrainedModel, batch: int, args) -> Callable[[], None]:
+    ids = torch.randint(model.config.vocab_size, (batch, args.block_size), device=args.device)  # (B, L)
+
+    def run():
+        model.train()
+        with autocast(args, args.bf16):
+            loss = training_loss(model, ids)
+        loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+class Decoder:
+    """A model that has read a context and decodes further tokens."""
+
+    def __init__(self, model: PreTrainedModel, context: int, args):
+        self.model, self.inputs = model, {"use_cache": True, "logits_to_keep": 1}
+        prompt = torch.randint(model.config.vocab_size, (args.batch_size, context), device=args.device)
+        with torch.inference_mode():
+            for chunk in prompt.split(CHUNK, dim=1):
+                self.read(chunk)
+
+    def read(self, ids: torch.Tensor):
+        """Read ids `(B, L)`, and choose the most probable next ones."""
+        outputs = self.model(ids, **self.inputs)
+        self.argument = CACHE if CACHE in outputs else "cache_params"
+        self.inputs[self.argument] = outputs[self.argument]
+        self.token = outputs.logits[:, -1:].argmax(dim=2)  # (B, 1)
+
+    def decode(self):
+        with torch.inference_mode():
+            for _ in range(TURN):
+                self.read(self.token)
+
+    def state_bytes(self) -> int:
+        """Of one sequence."""
+        return sum(layer_bytes(layer, len(self.token)) for layer in self.inputs[self.argument].layers)
+
+
+def layer_bytes(layer: CacheLayerMixin, rows: int) -> int:
+    """The bytes of one of `rows` sequences in a layer of any model's cache."""
+    if hasattr(layer, "keys"):
+        return bytes_per_sequence(layer)
+    tensors = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor)]  # states of a Mamba
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) // rows
+
+
+def decoding_times(decoders: dict[str, Decoder], args) -> dict[str, list[float]]:
+    """Seconds per token of each repeat."""
+    times = measure({name: decoder.decode for name, decoder in decoders.items()}, args, TURNS)
+    starts = range(0, args.repeats * TURNS, TURNS)
+    return {name: [sum(one[i : i + TURNS]) / (TURN * TURNS) for i in starts] for name, one in times.items()}
+
+
+table = partial(markdown, formats=FORMATS)

@@ -1,0 +1,422 @@
+"""The command line of every program: options with one meaning, recipes that set them, overrides of a configuration.
+
+Options that several programs share are described here; a program describes only its own. A recipe is a YAML file of
+options by name, of `configuration/recipes/` or another folder. Options on the command line override those of the
+recipe, and data on the command line all options that describe the recipe's data. Of `--config_overrides`, each field
+does so alone.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from tnn_programs.cli.errors import importing, leave
+
+import yaml
+
+from tnn_programs.cli.commands import COMMAND_OF
+from tnn_programs.cli.model_path import find_config, find_recipe, nearest
+
+if TYPE_CHECKING:  # a command line is read before this is imported
+    from transformers import PreTrainedConfig
+
+# Sections of --help -> their options, without the hyphens: those that several programs have.
+SECTIONS = {
+    "model": {
+        "model_name_or_path": "Model: a folder or a Hub id.",
+        "config_name": "Preset (`tnn presets` lists them), or a folder or Hub id with a config.json. `tnn pretrain` "
+        "uses tnn-tiny unless given, and tnn-bidirectional-small with --objective mlm.",
+        "config_overrides": "Fields to change in the configuration, beside a recipe's: tno_type=fd,rpe_layers=3.",
+        "tno_type": "Operator, instead of the configuration's: rpe, fd, ski, rtf, s4d, ...",
+        "objective": "Kind of language model: clm (causal) or mlm (masked).",
+        "transformer": "Train a transformer of the same width, depth and size instead of the TNN.",
+        "variants": "Models to compare: name:field=value,field=value for each, with fields of the configuration.",
+        "trust_remote_code": "Run Python code that comes with the model.",
+    },
+    "data": {
+        "dataset_name": "Data: a Hub id, a folder or, for text, a file. Programs that need a text have the King James "
+        "Bible. `tnn pretrain` takes several with --streaming.",
+        "dataset_config_name": "Configuration of the data set; of each one if there are several.",
+        "dataset_path": "Local folder or Hub id with the data of the task, instead of their usual source.",
+        "task": "Task by its name, such as listops or copying.",
+        "train_file": "File to train on: text, JSON, parquet or CSV; for `tnn pretrain` also FASTA.",
+        "validation_file": "File to evaluate on; a language model has the end of its training text unless given.",
+        "text_column": "Column of the data that holds text.",
+        "documents": "Where documents end: rows (at each row), lines (nowhere), headings (as in WikiText), or columns "
+        "that identify one: book,chapter. Unless given: headings if there are some, lines for text files, else rows.",
+        "max_train_samples": "Train on the first so many rows.",
+        "max_eval_samples": "Evaluate on the first so many rows.",
+        "block_size": "Tokens in a block of text; follows from max_position_embeddings unless given.",
+        "mlm_probability": "Fraction of tokens to predict with --objective mlm.",
+        "length": "Number of positions of a kernel or of a signal.",
+        "lengths": "Numbers of tokens in a row.",
+        "longer": "Further lengths to evaluate at, in tokens.",
+    },
+    "training": {
+        "recipe": "Options from a recipe: its name (wikitext2), or a YAML file of options by name.",
+        "max_steps": "Number of optimizer steps; a positive number overrides the number of epochs.",
+        "per_device_train_batch_size": "Rows on a device in a forward pass. `tnn pretrain` has 8, or what fits "
+        "with --global_batch_tokens.",
+        "per_device_eval_batch_size": "Rows on a device in a forward pass of the evaluation.",
+        "mixed_precision": "Precision: no, bf16 or fp16; that of accelerate unless given, or no.",
+        "gradient_accumulation_steps": "Forward passes in an optimizer step; they follow from --global_batch_tokens.",
+        "learning_rate": "Peak of the learning rate. Unless given, `tnn pretrain` takes that of the preset, with its "
+        "schedule, and `tnn finetune-glue` that of the size of a TNN.",
+        "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ... "
+        "`tnn pretrain` has cosine with a rate that is given.",
+        "lr_scheduler_kwargs": "Further arguments of the schedule, as JSON; warmup_stable_decay needs "
+        '{"num_decay_steps": N}.',
+        "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps. `tnn pretrain` has 0.1 with a "
+        "rate that is given.",
+        "weight_decay": "Weight decay of matrices; biases and norms have none.",
+        "operator_learning_rate": "Learning rate of the Toeplitz operators, which then have no weight decay unless "
+        "--operator_weight_decay is given.",
+        "operator_weight_decay": "Weight decay of the matrices of the Toeplitz operators.",
+        "parameter_groups": "Settings of parameters whose name a regular expression finds: "
+        "PATTERN:learning_rate=X,weight_decay=X. Biases and norms stay without weight decay.",
+        "optim": "Optimizer, by the name in transformers: adamw_torch, adafactor, ... `tnn pretrain` has muon too.",
+        "optim_args": "Further arguments of the optimizer: name=value,name=value.",
+        "adam_beta1": "First momentum of AdamW.",
+        "adam_beta2": "Second momentum of AdamW.",
+        "adam_epsilon": "Epsilon of AdamW.",
+        "max_grad_norm": "Gradients are clipped to this norm; 0 for no clipping.",
+        "max_pole_radius": "Keep the poles of RTF inside this radius, below 1: after each step or, on an accelerator, "
+        "every --logging_steps. Unless given, poles outside 1 are logged.",
+        "seed": "Seed of weights, order of the data, masks, dropout and sampling.",
+        "sweep_learning_rates": "Learning rates to try; the best one is reported.",
+        "seeds": "Train one model for each of these seeds; only --seed unless given.",
+        "eval_steps": "Evaluate every so many steps.",
+        "logging_steps": "Log loss, learning rate and speed every so many steps.",
+        "save_total_limit": "Keep only the newest so many checkpoints.",
+        "ddp_timeout": "Seconds that a process waits for the others before the run ends.",
+        "resume_from_checkpoint": "Continue from a checkpoint: latest (in the output folder), auto "
+        "(latest if there is one), or a folder.",
+        "gradient_checkpointing": "Compute activations again in the backward pass, to save memory.",
+    },
+    "generation": {
+        "prompt": "Text to continue.",
+        "max_new_tokens": "Largest number of new tokens.",
+    },
+    "output": {
+        "output_dir": "Folder for the results.",
+        "overwrite_output_dir": "Replace the model or the unfinished run in --output_dir, which else is an error.",
+        "output_file": "JSON file for the figures.",
+        "dry_run": "Say what would be done, and end: parameters, tokens, time and memory of a training; the files of "
+        "an upload, without contacting the Hub.",
+        "report_to": "Tracker: none, tensorboard, wandb, trackio.",
+    },
+    "device": {
+        "device": "Device: cpu, cuda, cuda:1, mps, ...; cuda if there is one, else cpu, unless given.",
+        "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
+        "use_cpu": "Use the CPU even if there is an accelerator.",
+        "torch_compile": "Compile the model with torch.compile. `tnn pretrain` does so on a GPU unless this is false.",
+        "dataloader_num_workers": "Processes that load data; `tnn pretrain` has 2 for an accelerator unless given.",
+        "batch_size": "Sequences in a batch.",
+    },
+    "Hub": {
+        "push_to_hub": "Publish the model on the Hub.",
+        "hub_model_id": "Name of the repository, USER/NAME; follows from the output folder unless given.",
+        "hub_private_repo": "Make a new repository private.",
+        "repo_id": "Name of the repository: USER/NAME.",
+    },
+}
+HELP = {name: text for section in SECTIONS.values() for name, text in section.items()}
+OF_TRAINER = "transformers.TrainingArguments, the rest"
+EXAMPLE = re.compile(r"\n\nExample:\n(.*?)(?=\n\n|\Z)", re.DOTALL)
+BOOLEANS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+# A comma outside of brackets, which hold lists and mappings.
+BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
+# An option of a recipe, and what replaces it on the command line.
+REPLACED_BY = {
+    "seed": "--seeds",
+    "seeds": "--seed",
+    "global_batch_tokens": "--gradient_accumulation_steps",
+    "gradient_accumulation_steps": "--global_batch_tokens",
+}
+# Other data replace those of a recipe, with all options that describe these.
+DATA = {"--train_file", "--dataset_name"}
+OF_DATA = {
+    "train_file", "validation_file", "test_file", "dataset_name", "dataset_config_name", "dataset_path", "task_name",
+    "text_column", "documents", "sentence1_key", "sentence2_key", "label_column_name", "interleave_probabilities",
+    "regions", "validation_contigs", "reverse_complement", "soft_masked_weight",
+}  # fmt: skip
+
+
+def option(default: Any = dataclasses.MISSING, text: str | None = None, **metadata) -> Any:
+    """A field of a dataclass that is an option, with its help; one that several programs have is described above."""
+    metadata = metadata if text is None else metadata | {"help": text}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_counts(options, *names: str):
+    """Check that each of these options is at least 1, or None, which is an option that was not given.
+
+    Raises:
+        ValueError: one is below 1.
+    """
+    for name in names:
+        value = getattr(options, name)
+        require(options, name, value is None or value >= 1, "at least 1")
+
+
+def require(options, name: str, holds: bool, allowed: str):
+    """Check an option.
+
+    Raises:
+        ValueError: it does not hold; the message says what is `allowed`, and what was given.
+    """
+    if not holds:
+        value = getattr(options, name)
+        given = (" ".join(map(str, value)) or "nothing") if isinstance(value, list) else value
+        raise ValueError(f"--{name} must be {allowed}, got {given}")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter that shows the default of an option as it is typed."""
+
+    def _get_help_string(self, action):
+        text, default = action.help or "", default_of(action).replace("%", "%%")
+        if action.required and action.option_strings:
+            return f"{text} (required)"
+        return f"{text} (default: {default})" if default else text
+
+
+def default_of(action: argparse.Action) -> str:
+    """The default of an option as on a command line, or an empty text."""
+    if action.default in (None, argparse.SUPPRESS, "", []) or action.default is False:
+        return ""
+    return shlex.join(map(str, action.default if isinstance(action.default, (list, tuple)) else [action.default]))
+
+
+def string_to_bool(text: str) -> bool:
+    """The value of an option that is true or false."""
+    if text.lower() not in BOOLEANS:
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
+    return BOOLEANS[text.lower()]
+
+
+class ProgramParser(argparse.ArgumentParser):
+    """The parser of a program. `description` is its docstring: a summary, a text, and an example at the end.
+
+    Args:
+        classes: dataclasses whose fields are options. Their names may be written with hyphens.
+    """
+
+    def __init__(self, classes: Sequence[type] = (), description: str = "", **options):
+        self.groups: dict[str, argparse._ArgumentGroup] = {}
+        called = sys.argv[0]  # `tnn pretrain`, or a file
+        options = {"allow_abbrev": False, "prog": f"python {called}" if called.endswith(".py") else called} | options
+        super().__init__(usage="%(prog)s [options]", formatter_class=_Formatter, **options)
+        example = EXAMPLE.search(description)
+        self.summary, _, self.rest = EXAMPLE.sub("", description).strip().partition("\n\n")
+        self.example = _as_called(f"Example:\n{example.group(1)}") if example else ""
+        self.description = "\n\n".join(filter(None, (self.summary, self.example, self.rest)))
+        self.groups = {title: self.add_argument_group(title) for title in (*SECTIONS, OF_TRAINER)}
+        self.classes = classes
+        for one in classes:
+            hints = get_type_hints(one)
+            for field in dataclasses.fields(one):
+                of_trainer = one.__name__ == "TrainingArguments" and field.name not in HELP
+                self._add_field(field, hints[field.name], self.groups[OF_TRAINER] if of_trainer else self)
+
+    def _add_field(self, field: dataclasses.Field, kind: Any, place: "ProgramParser | argparse._ArgumentGroup"):
+        """Add the option of a field, as transformers' HfArgumentParser does, whose import would take seconds."""
+        default = field_default(field)
+        options = {"required": True} if default is dataclasses.MISSING else {"default": default}
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(one for one in get_args(kind) if one is not NoneType)
+        if get_origin(kind) is list:
+            kind, options = get_args(kind)[0], options | {"nargs": "+"}
+        if get_origin(kind) is Literal:
+            kind, options = str, options | {"choices": get_args(kind)}
+        if kind is bool:
+            kind, options = string_to_bool, options | ({} if default is None else {"nargs": "?", "const": True})
+        place.add_argument(f"--{field.name}", type=kind, **options | field.metadata)
+        if default is True:
+            options = {"action": "store_false", "dest": field.name, "default": False}
+            place.add_argument(f"--no_{field.name}", help=field.metadata.get("help"), **options)
+
+    def fill(self, found: argparse.Namespace) -> list:
+        """Instances of the dataclasses with the options that were found."""
+        return [one(**{field.name: getattr(found, field.name) for field in dataclasses.fields(one)})
+                for one in self.classes]  # fmt: skip
+
+    def add_argument(self, *names, **options):
+        name = names[0].removeprefix("--") if names else ""
+        section = next((title for title in self.groups if name in SECTIONS.get(title, ())), None)
+        if section is None:
+            return super().add_argument(*names, **options)
+        return self.groups[section].add_argument(*names, **options | {"help": HELP[name]})
+
+    def parse_known_args(self, args=None, namespace=None):
+        return super().parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
+
+    def parse_args(self, args=None, namespace=None):
+        given = sys.argv[1:] if args is None else list(args)
+        found, unknown = self.parse_known_args(given, namespace)
+        next((parser for name, parser in self.subcommands().items() if name in given), self).refuse(unknown)
+        return found
+
+    def error(self, message: str):
+        leave(message, 2)
+
+    def refuse(self, unknown: Sequence[str]):
+        """End the program if there are unknown options."""
+        for argument in unknown[:1]:
+            name = argument.partition("=")[0]
+            if not name.startswith("--"):
+                self.error(f"{argument!r} does not belong to an option")
+            hint = nearest(name.removeprefix("--"), self.option_names(), "--")
+            self.error(f"{name} is not an option of this program{hint}")
+
+    def option_names(self) -> list[str]:
+        """The names of all options without leading hyphens, also those of subcommands."""
+        parsers = [self, *self.subcommands().values()]
+        return [name[2:] for parser in parsers for name in parser._option_string_actions if name[:2] == "--"]
+
+    def subcommands(self) -> dict[str, "ProgramParser"]:
+        """The parsers of its subcommands, by name."""
+        return next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), {})
+
+
+def field_default(field: dataclasses.Field) -> Any:
+    """The default of a field; `MISSING` if it must be given."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def underscored(given: Sequence[str]) -> list[str]:
+    """The arguments of a command line with underscores for the hyphens in the names of options."""
+    return [re.sub(r"^--[\w-]+(?==|$)", lambda name: f"--{name[0][2:].replace('-', '_')}", one) for one in given]
+
+
+def _as_called(example: str) -> str:
+    """The example with `tnn NAME` in place of `python scripts/NAME.py`, if the program was called as `tnn`."""
+    if not sys.argv[0].startswith("tnn "):
+        return example
+    return re.sub(r"python scripts/(\w+)\.py", lambda match: f"tnn {COMMAND_OF[match[1]]}", example)
+
+
+class Values(yaml.SafeLoader):
+    """YAML with numbers such as 1e-5, which YAML 1.1 reads as text for want of a dot."""
+
+
+Values.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
+def parse_overrides(
+    text: str | None, known: "PreTrainedConfig | None" = None, option: str = "--config_overrides"
+) -> dict:
+    """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
+
+    Args:
+        option: what the user gave the overrides to.
+
+    Raises:
+        ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
+    """
+    if known is None:
+        with importing():
+            from modeling_tnn import TnnConfig
+        known = TnnConfig()
+    pairs = [pair.partition("=") for pair in re.split(BETWEEN_OVERRIDES, text or "") if pair.strip()]
+    try:
+        fields = {name.strip(): yaml.load(value, Values) for name, _, value in pairs}  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{option} must have the form name=value,name=value, got {text}: {reason}") from error
+    if unknown := [name for name in fields if not hasattr(known, name)]:
+        hint = nearest(unknown[0], known.to_dict())
+        raise ValueError(f"{option} must be fields of {type(known).__name__}, got {', '.join(unknown)}{hint}")
+    return fields
+
+
+def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
+    """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values.
+
+    Raises:
+        ValueError: it cannot be read, or its fields contradict each other.
+    """
+    with importing():
+        from transformers import AutoConfig, PreTrainedConfig
+
+        import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+        from tnn_programs.cli.model_path import PARTS, naming
+
+    folder, changed = find_config(name), {}
+    for given in overrides:
+        changed |= given
+    # Read the file: a built configuration has derived fields from the old values.
+    with naming(folder, *PARTS["AutoConfig"]):
+        fields, _ = PreTrainedConfig.get_config_dict(folder)
+        fields["return_dict"] = True  # the programs read outputs by name
+        AutoConfig.from_pretrained(folder)  # it checks what a file may ask for
+        config = AutoConfig.for_model(**fields)
+    if not changed:
+        return config
+    try:
+        return AutoConfig.for_model(**fields | changed)
+    except ValueError:
+        raise
+    except Exception as error:  # a value of another kind, for which each model has its own error
+        listed = ",".join(f"{field}={value}" for field, value in changed.items())
+        raise ValueError(f"{name} cannot have the overrides {listed}: {' '.join(str(error).split())}") from error
+
+
+def parse_arguments(dataclasses: list[type], description: str) -> tuple:
+    """Instances of `dataclasses` from recipes and the command line, which overrides the recipes.
+
+    A ValueError in their `__post_init__` ends the program with its message.
+    """
+    parser = ProgramParser(dataclasses, description)
+    parser.add_argument("--recipe", action="append", default=[], metavar="NAME")
+    options = underscored(sys.argv[1:])
+    try:
+        for name in reversed([*_values_of("--recipe", options)]):  # a later recipe overrides an earlier one
+            options = recipe_options(name, parser, options) + options
+        overrides = [*_values_of("--config_overrides", options)]  # of a field, the last value counts
+        options += ["--config_overrides", ",".join(overrides)] if len(overrides) > 1 else []
+        found, unknown = parser.parse_known_args(options)
+        parser.refuse(unknown)
+        filled = parser.fill(found)
+    except ValueError as error:
+        parser.error(str(error))
+    return tuple(filled)
+
+
+def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[str]:
+    """The options of a recipe as arguments on a command line of `parser`, but for those that `given` replaces.
+
+    Raises:
+        ValueError: the recipe is missing, is not a YAML mapping, or has a key that is not an option.
+    """
+    try:
+        recipe = yaml.safe_load(find_recipe(file).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--recipe {file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"--recipe must hold lines of the form `name: value`, got {file}")
+    options, known = [], parser.option_names()
+    names = {argument.partition("=")[0] for argument in given}
+    for name, value in recipe.items():
+        if name not in known:
+            raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
+        if value is None or REPLACED_BY.get(name) in names or (name in OF_DATA and names & DATA):
+            continue
+        values = value if isinstance(value, list) else [value]
+        options += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
+    return options
+
+
+def _values_of(option: str, given: list[str]) -> Iterator[str]:
+    """The values of an option that takes one, each time it is given."""
+    for name, value in zip(given, [*given[1:], ""], strict=False):  # no options: no pairs
+        if name == option or name.startswith(f"{option}="):
+            yield value if name == option else name.removeprefix(f"{option}=")

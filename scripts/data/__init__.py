@@ -1,0 +1,1 @@
+"""Data of the programs: sources that options name, mixtures, streams and tasks."""

@@ -1,0 +1,1 @@
+"""The servers of `tnn serve` and `tnn api`."""

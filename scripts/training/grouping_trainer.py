@@ -1,0 +1,130 @@
+"""Trainer as all programs of fine-tuning use it: groups of parameters, the loss in the bar, stops by signals."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+
+from tnn_programs.cli.runs import RUN, STATE, check_same_run, describe_run, read_object, write_checksums
+from tnn_programs.training.passes import regroup, warn_of_bfloat16
+from tnn_programs.training.processes import StopRequest
+
+# Fields of Trainer's state that it computes with.
+NUMBERS = ("global_step", "max_steps", "num_train_epochs", "epoch")
+
+
+class GroupingTrainer(Trainer):
+    """Trainer with parameters that have settings of their own, and a bar with the loss.
+
+    It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False. A language model
+    skips its logits in training.
+
+    Args:
+        groups: see `GroupArguments.groups`.
+    """
+
+    def __init__(self, model, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
+        config = getattr(model, "config", None)  # a plain module has none
+        self.saved_cache = {"use_cache": config.use_cache} if hasattr(config, "use_cache") else {}
+        if hasattr(config, "skip_logits"):
+            config.skip_logits = True
+        super().__init__(model, *arguments, **options)
+        self.groups = groups or {}
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(LossBar)
+        fit_to_device(self.args)
+        if self.args.bf16:
+            warn_of_bfloat16(self.args.device, "--bf16 false")
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            optimizer, own = super().create_optimizer(model), self.model if model is None else model
+            regroup(optimizer, own, self.groups, set(self.get_decay_parameter_names(own)))
+        return self.optimizer
+
+    def _save(self, *arguments, **options):
+        if not hasattr(self.model, "config"):
+            return super()._save(*arguments, **options)
+        fields = vars(self.model.config)
+        present = {"use_cache": fields.pop("use_cache")} if "use_cache" in fields else {}
+        fields |= self.saved_cache
+        try:
+            super()._save(*arguments, **options)
+        finally:
+            fields |= present
+
+
+def fit_to_device(args: TrainingArguments):
+    """Leave pinned memory to accelerators, and the filter of losses, for which Trainer reads each of them, to CPUs."""
+    on_cpu = args.device.type == "cpu"
+    args.dataloader_pin_memory &= not on_cpu  # else PyTorch warns
+    args.logging_nan_inf_filter &= on_cpu
+
+
+class LossBar(ProgressCallback):
+    """Transformers' bar with the last loss in it, where the original prints dictionaries below it."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is None:
+            return
+        if "loss" in logs:
+            self.training_bar.set_postfix_str(f"loss {logs['loss']:.3f}, lr {logs['learning_rate']:.1e}")
+        figures = [(name, value) for name, value in logs.items() if name.startswith("eval_")]
+        shown = [f"{name[5:]} {value:.4g}" for name, value in figures if not name.endswith(("runtime", "_second"))]
+        if shown:
+            self.training_bar.write(f"step {state.global_step}: validation {', '.join(shown)}")
+
+
+class StopCallback(TrainerCallback):
+    """A callback that ends a Trainer's run with a checkpoint, after the step in which a process got a signal.
+
+    Trainer's own `enable_jit_checkpoint` saves before the optimizer's step, and each process at another step. After it
+    the run looks finished.
+
+    Args:
+        run: what the checkpoints say of the run that they belong to, see `describe_training`.
+    """
+
+    def __init__(self, stop: StopRequest, run: dict):
+        self.stop, self.run, self.stopped = stop, run, False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        asked = torch.tensor(float(self.stop.signal != 0))
+        if args.world_size > 1:
+            asked = reduce(asked.to(args.device), reduction="sum")
+        self.stopped = asked.item() > 0
+        if self.stopped:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_save(self, args, state, control, **kwargs):
+        PartialState().wait_for_everyone()  # each process writes its random states
+        if state.is_world_process_zero:
+            write_checksums(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.run)
+
+
+def rows_of_a_step(args: TrainingArguments) -> int:
+    """The rows that one step of the optimizer sees, those of all processes together."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
+    """What a checkpoint must agree with: the labels of all rows, and options that change what is read of one."""
+    data = {"rows": len(labels), "labels": hashlib.sha256(json.dumps(list(labels)).encode()).hexdigest()[:16]}
+    run = {"groups": trainer.groups, "batch": rows_of_a_step(trainer.args)} | options | data
+    return describe_run(trainer.args.to_dict(), trainer.model.config, **run)
+
+
+def check_belonging(checkpoint: Path, run: dict):
+    """Refuse a checkpoint of another run of Trainer, or with a state that is none, with a ValueError."""
+    state = read_object(checkpoint / STATE)
+    if wrong := [name for name in NUMBERS if not isinstance(state.get(name), int | float)]:
+        raise ValueError(f"{checkpoint / STATE} is damaged: {wrong[0]} must be a number, got {state.get(wrong[0])!r}")
+    if (checkpoint / RUN).is_file():
+        check_same_run(checkpoint, read_object(checkpoint / RUN), run)

@@ -1,0 +1,393 @@
+"""What a training step computes: the loss of language models, compiled blocks, CUDA graphs, and the optimizer.
+
+A pass starts more than a thousand kernels, and a small batch takes longer to start them than to compute. A graph
+starts them at once. It reads and writes memory at fixed places: a batch is copied to the one that was recorded,
+gradients are set to zero and not removed, and the loss is overwritten by the next pass. All blocks have one shape.
+
+A Toeplitz operator has few parameters, and they act on every position of a text. The RTF paper gives them a rate of
+their own and no weight decay (table 9).
+"""
+
+import contextlib
+import gc
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.trainer_pt_utils import get_parameter_names
+
+from modeling_tnn.compile.regions import compile_regions
+from modeling_tnn.configuration_tnn import TnnConfig
+from modeling_tnn.kernels.loss import linear_cross_entropy
+from modeling_tnn.mixers import is_plain_linear
+from tnn_programs.cli.training_arguments import MUON, OPERATOR, PretrainArguments
+
+logger = logging.getLogger("pretrain")
+# PyTorch's notes on CUDA graphs: so that nothing is allocated, compiled or tuned for the first time while recording.
+WARM_UP_PASSES = 3
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:
+    """The cross entropy in nats of logits `(B, L, V)`, `(B, L)` or `(B, L-1)`; 0 where labels `(B, L)` are -100."""
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    # Rows of words: with the words in the second dimension it takes 1.7 times as long.
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
+
+
+def count_targets(labels: torch.Tensor, causal: bool) -> torch.Tensor:
+    """The number of predicted tokens in each row of labels `(B, L)`, `(B,)`."""
+    return (labels[:, 1:] if causal else labels).ne(-100).sum(dim=1)
+
+
+def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], causal: bool) -> torch.Tensor:
+    """The logits `(B, L, V)` of a batch, without a cache."""
+    return model(input_ids=batch["input_ids"], **({"use_cache": False} if causal else {})).logits
+
+
+def summed_loss(
+    model: torch.nn.Module, config: PreTrainedConfig, batch: dict[str, torch.Tensor], causal: bool
+) -> torch.Tensor:
+    """The sum of the losses of a batch with labels, without the logits of the whole batch if the head allows it.
+
+    Args:
+        model: in training mode, maybe wrapped for several devices.
+        config: the configuration of the model inside.
+    """
+    if isinstance(config, TnnConfig):
+        options = {"num_items_in_batch": 1, "skip_logits": True} | ({"use_cache": False} if causal else {})
+        return model(input_ids=batch["input_ids"], labels=batch["labels"], **options).loss
+    inner = getattr(model, "module", model)  # as DistributedDataParallel and FSDP name it
+    head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
+    if head is not None and is_plain_linear(head):
+        made = []
+        head.forward = partial(loss_of_head, head, batch["labels"], causal, made)
+        try:
+            found = logits_of(model, batch, causal)
+        finally:
+            del head.forward
+        # Some models scale or cap their logits after the head, and need them.
+        if len(made) == 1 and found is made[0] and found._version == 0:
+            return found.sum()
+    return token_losses(logits_of(model, batch, causal), batch["labels"], causal).sum()
+
+
+def loss_of_head(
+    head: torch.nn.Linear, labels: torch.Tensor, causal: bool, made: list[torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """The loss of hidden states `(B, L, d)`, in the place and with the dimensions of logits: `(1, 1, 1)`.
+
+    It is computed where the head is called, because engines of several devices have its weight there alone.
+    """
+    if causal:
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    loss = linear_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten())
+    made.append(loss.expand(1, 1, 1))
+    return made[-1]
+
+
+def try_passes(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):
+    """Compute two passes of `size` random blocks, the second with the gradients of the first, in this process alone.
+
+    Args:
+        model: not prepared by the accelerator; it moves to the device.
+    """
+    device = accelerator.device
+    model.train().to(device)
+    try:
+        with undone(model, device):
+            ids = torch.randint(model.config.vocab_size, (size, args.block_size), device=device)
+            for _ in range(2):
+                with accelerator.autocast():
+                    batch = {"input_ids": ids, "labels": ids}
+                    loss = summed_loss(model, model.config, batch, args.objective == "clm")
+                loss.backward()
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def warn_of_bfloat16(device: torch.device, advice: str):
+    """Say that a CPU without AVX-512 has no fast products in bfloat16, and the advice."""
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        logger.warning("Without AVX-512, bfloat16 took 28 times as long as float32 on a CPU: %s is faster.", advice)
+
+
+@contextlib.contextmanager
+def undone(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Let passes of a model draw random numbers and change its statistics, and take both back."""
+    statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for buffer, before in statistics:
+                buffer.copy_(before)
+
+
+def compile_blocks(args: PretrainArguments, accelerator: Accelerator, model: PreTrainedModel):
+    """Compile the blocks of a model that is not prepared yet, on a GPU or if asked; sets `args.torch_compile`.
+
+    They keep their places and the names of their weights. Where it fails they run as they are, after one warning.
+    """
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if args.torch_compile is None:
+        args.torch_compile = accelerator.device.type == "cuda" and not sharded
+    if not args.torch_compile:
+        return
+    if isinstance(model.config, TnnConfig):
+        compile_regions(model, dynamic=False)
+    else:
+        for block in model.modules():
+            if isinstance(block, GradientCheckpointingLayer):  # the class of transformers' blocks
+                block.compile(dynamic=False)
+    if sharded:  # the whole may not fit
+        return
+    try:
+        try_passes(args, accelerator, model, args.per_device_train_batch_size)
+    except Exception as error:  # compilers and what they call have many
+        logger.warning("The model cannot be compiled and is trained without (--torch_compile false): %s", _line(error))
+        args.torch_compile = False
+        for block in model.modules():
+            block._compiled_call_impl = None
+            if getattr(block, "regions", None) is not None:
+                block.regions = None
+
+
+def uncompiled(args: PretrainArguments) -> contextlib.AbstractContextManager:
+    """A context in which compiled blocks run as they are: to compile for a few other batches would take longer."""
+    return torch.compiler.set_stance("force_eager") if args.torch_compile else contextlib.nullcontext()
+
+
+class CudaRecorder:
+    """Records what a function starts on a GPU."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context for warm-up and recording, on a stream of their own; the default one cannot be recorded."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        # Also leaves the stream where the end of a failed recording raises.
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def record(self, function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """The result of `function`, which has no values yet, and what computes them."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads pin the memory of the next batches meanwhile.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            result = function()
+        return result, graph.replay
+
+
+def recorder_for(accelerator: Accelerator) -> CudaRecorder | None:
+    """The recorder of passes, on one GPU. Engines of several processes and the scaler of fp16 act within a pass."""
+    alone = accelerator.distributed_type == DistributedType.NO and accelerator.scaler is None
+    return CudaRecorder(accelerator.device) if alone and accelerator.device.type == "cuda" else None
+
+
+class CapturedStep:
+    """A function for the pass of a batch, which is recorded when it is first called.
+
+    Where that fails it goes on as it is, after one warning.
+
+    Args:
+        compute: of a batch and a factor of its loss. Adds to the gradients of `model`, and returns the detached loss.
+        passes: the passes of a step. If there is one, the recording writes gradients and adds to none.
+        recorder: None to record nothing.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
+        model: torch.nn.Module,
+        passes: int,
+        recorder: CudaRecorder | None,
+    ):
+        self.compute, self.model, self.passes, self.recorder = compute, model, passes, recorder
+        self._replay = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether gradients have fixed places, and must be set to zero in place of being removed."""
+        return self._replay is not None
+
+    def __call__(self, batch: dict[str, torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+        if self.recorder is not None and self._replay is None:
+            self._capture(batch, scale)
+        if self._replay is None:
+            return self.compute(batch, scale)
+        for name, tensor in batch.items():
+            self._batch[name].copy_(tensor)
+        self._scale.copy_(scale)
+        self._replay()
+        return self._loss
+
+    def _capture(self, batch: dict[str, torch.Tensor], scale: torch.Tensor):
+        """Record a pass before the first step: no parameter has a gradient."""
+        gc.collect()  # graphs of earlier passes, whose gradients belong to the default stream
+        self._batch, self._scale = {name: tensor.clone() for name, tensor in batch.items()}, scale.clone()
+        try:
+            with undone(self.model, batch["input_ids"].device), self.recorder.aside():
+                for _ in range(WARM_UP_PASSES):
+                    self.model.zero_grad(set_to_none=True)
+                    self.compute(self._batch, self._scale)
+                # A recording that finds no gradients writes them; else it adds to those that are there.
+                self.model.zero_grad(set_to_none=self.passes == 1)
+                self._loss, self._replay = self.recorder.record(lambda: self.compute(self._batch, self._scale))
+        except Exception as error:  # one of the pass itself is raised by the pass that follows
+            # The end of a recording has an error of its own where one came before it.
+            reason = _line(error.__context__ or error)
+            logger.warning("A pass cannot be recorded as a CUDA graph, so its kernels start one by one: %s", reason)
+            self.model.zero_grad(set_to_none=True)
+            self.recorder = self._batch = self._scale = None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for groups of matrices, fused `torch.optim.AdamW` for others.
+
+    Muon (Jordan et al. 2024) makes the step of a matrix close to orthogonal. PyTorch's "match_rms_adamw" scales it to
+    the size of a step of AdamW (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and weight decay serve
+    both. As PyTorch's fused optimizers do, it skips a step on the device if `found_inf`, a tensor
+    there, is 1.
+    """
+
+    def __init__(self, matrices: list[dict], others: list[dict], lr: float, betas: tuple[float, float], eps: float):
+        matrices = [{**group, "muon": True} for group in matrices]
+        others = [{**group, "muon": False} for group in others]
+        self.muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
+        # The groups and the state belong to this optimizer. A step lends them to the two.
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+        self._step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if getattr(self, "grad_scale", None) is not None:
+            raise ValueError(f"`grad_scale` must be None (unscale the gradients first), got {self.grad_scale}")
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        skipped = getattr(self, "found_inf", None)
+        self.muon.state = self.adamw.state = self.state
+        self.adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        self.adamw.found_inf = skipped
+        self.adamw.step()
+        for group in self.param_groups:
+            for matrix in group["params"] if group["muon"] else []:
+                if matrix.grad is not None:
+                    self._step_matrix(group, matrix, skipped)
+        return loss
+
+    def _step_matrix(self, group: dict, matrix: torch.Tensor, skipped: torch.Tensor | None):
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        changed = (matrix, state["momentum_buffer"])
+        before = [tensor.clone() for tensor in changed] if skipped is not None else []
+        self.muon.param_groups = [{**group, "params": [matrix]}]
+        self.muon.step()
+        for tensor, kept in zip(changed, before, strict=False):
+            tensor.copy_(torch.where(skipped == 1, kept, tensor))
+
+
+def decayed_parameters(model: PreTrainedModel) -> set[str]:
+    """The names of the parameters with weight decay: matrices, but not biases, norms and other vectors."""
+    names = set(get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"]))
+    return {name for name, parameter in model.named_parameters() if name in names and parameter.ndim >= 2}
+
+
+def regroup(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: dict[str, dict[str, float]], decayed: set[str]
+):
+    """Move the parameters that a pattern finds into groups with settings of their own.
+
+    Args:
+        optimizer: new, of parameters of `model`.
+        groups: see `GroupArguments.groups`.
+        decayed: names of the parameters that may have weight decay; others, such as biases, get none.
+
+    Raises:
+        ValueError: a pattern finds no parameter.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for pattern, settings in groups.items():
+        found = False
+        for group in list(optimizer.param_groups):
+            if "pattern" in group:
+                continue
+            chosen = [p for p in group["params"] if re.search(pattern, names[id(p)])]
+            moved = {id(p) for p in chosen}
+            found = found or bool(moved)
+            group["params"] = [p for p in group["params"] if id(p) not in moved]
+            for decays, others in ((True, {}), (False, {"weight_decay": 0.0})):
+                part = [p for p in chosen if (names[id(p)] in decayed) is decays]
+                if part:
+                    optimizer.add_param_group({**group, **settings, **others, "params": part, "pattern": pattern})
+        # A transformer beside the TNN has no operators.
+        if not found and pattern != OPERATOR:
+            raise ValueError(
+                f"`parameter_groups` must name parameters of the model, got {pattern!r}, which finds none."
+            )
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def hidden_matrices(model: PreTrainedModel, decayed: set[str]) -> set[str]:
+    """The names of the matrices that Muon is for: those of hidden layers, without embeddings, head and operators."""
+    others = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    others = {id(p) for module in [*others, model.get_output_embeddings()] for p in module.parameters()}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if name in decayed and p.ndim == 2 and id(p) not in others and not re.search(OPERATOR, name)
+    }
+
+
+def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.optim.Optimizer:
+    """The optimizer that `args.optim` names; the parameters named `decayed` have weight decay.
+
+    Raises:
+        ValueError: the optimizer's package is missing, or a pattern finds no parameter.
+    """
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = hidden_matrices(model, decayed) if args.optim == MUON else set()
+    groups = [
+        {"params": [p for name, p in parameters if name in decayed - matrices], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+    ]
+    if args.optim == MUON:
+        chosen = {"params": [p for name, p in parameters if name in matrices], "weight_decay": args.weight_decay}
+        betas = (args.adam_beta1, args.adam_beta2)
+        optimizer = MuonWithAdamW([chosen], groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+    else:
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        optimizer = optimizer_class(groups, **options)
+    regroup(optimizer, model, args.groups(), decayed)
+    return optimizer
+
+
+def build_scheduler(args, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule that `args.lr_scheduler_type` of `PretrainArguments` names.
+
+    Raises:
+        ValueError: the further arguments are no JSON object, or do not fit the schedule.
+    """
+    given = args.lr_scheduler_kwargs
+    try:
+        further = dict(json.loads(given or "{}"))
+        return get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps, further)
+    except (TypeError, ValueError) as error:
+        name = args.lr_scheduler_type
+        raise ValueError(f"--lr_scheduler_kwargs must be a JSON object for {name}, got {given}: {error}") from error

@@ -1,0 +1,42 @@
+"""Transformers of the width and depth of a TNN classifier, with as many parameters in a layer.
+
+In its linear maps a TNN layer has 3 e d + 3 g d parameters, one of ModernBERT 4 d^2 + 3 d f, one of ViT 4 d^2 + 2 d f:
+d hidden size, e and g the widths of a TNN's units, f that of a transformer's.
+"""
+
+from transformers import ModernBertConfig, PreTrainedConfig, ViTConfig
+
+from modeling_tnn.configuration_tnn import TnnConfig
+
+
+def modernbert_like(config: TnnConfig) -> PreTrainedConfig:
+    """A ModernBERT that, like a TNN classifier, pools by the mean of all tokens."""
+    width, dropout = config.hidden_size, config.hidden_dropout_prob
+    return ModernBertConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=width,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=max(1, width // 32),
+        intermediate_size=max(width, config.gtu_dim + config.intermediate_size - 4 * width // 3),
+        embedding_dropout=dropout,
+        mlp_dropout=dropout,
+        max_position_embeddings=config.max_position_embeddings,
+        global_attn_every_n_layers=1,
+        classifier_pooling="mean",
+        num_labels=config.num_labels,
+        pad_token_id=0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
+    )
+
+
+def vit_like(config: TnnConfig) -> PreTrainedConfig:
+    """A ViT for pictures of the same size."""
+    width = config.hidden_size
+    shared = ("num_hidden_layers", "hidden_dropout_prob", "image_size", "patch_size", "num_channels", "id2label")
+    return ViTConfig(
+        hidden_size=width,
+        num_attention_heads=max(1, width // 64),
+        intermediate_size=max(width, (3 * (config.gtu_dim + config.intermediate_size) - 4 * width) // 2),
+        label2id=config.label2id,
+        **{name: getattr(config, name) for name in shared},
+    )

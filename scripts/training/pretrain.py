@@ -1,0 +1,427 @@
+"""Build, train, save and report a pretraining run, on one device or many."""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tnn_programs.cli.errors import MemoryExceededError, suggest_smaller
+
+import datasets
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, InitProcessGroupKwargs
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from modeling_tnn.configuration_tnn import LENGTH_FIELDS
+from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
+from modeling_tnn.tools.poles import find_unstable
+from tnn_programs.cli.atomic import SavingError, claim, new_files, new_folder, write_json
+from tnn_programs.cli.commands import next_steps
+from tnn_programs.cli.model_path import check_vocabulary, load
+from tnn_programs.cli.parser import load_config, parse_overrides
+from tnn_programs.cli.runs import STATE, check_run, checkpoints, continues, find_checkpoint, read_object, remove_others
+from tnn_programs.cli.text_files import check_file, is_fasta
+from tnn_programs.cli.training_arguments import PretrainArguments, choose_schedule
+from tnn_programs.training.accelerate_loop import Pretraining, perplexity
+from tnn_programs.training.costs import reserved_memory
+from tnn_programs.training.passes import compile_blocks, summed_loss, warn_of_bfloat16
+from tnn_programs.training.processes import (
+    LostProcessError,
+    StopRequested,
+    check_engine,
+    held_parameters,
+    prepare_engine,
+    watching_processes,
+)
+
+if TYPE_CHECKING:  # read where a run asks for it
+    from tnn_programs.data.streaming import TextStream
+
+logger = logging.getLogger("pretrain")
+RESUME = " Continue with --resume_from_checkpoint latest."
+AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
+# What a model of DNA is asked to continue: lacZ of E. coli.
+START_OF_GENE = "ATGACCATGATTACG"
+
+
+def build_accelerator(args: PretrainArguments) -> Accelerator:
+    """The Accelerator, as `accelerate launch` or its configuration file sets it up.
+
+    Raises:
+        ValueError: several processes were started, but are not connected, or with an engine that does not fit; or
+            the precision is none of the device.
+    """
+    timeout = timedelta(seconds=args.ddp_timeout)
+    on_cpu = args.use_cpu or not torch.accelerator.is_available()
+    prepare_engine(on_cpu, timeout)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=args.mixed_precision,
+        # All forward passes of a step are fetched at once, so the end of the data does not mark the last one.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_dir=args.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+    )
+    started, seen = int(os.environ.get("WORLD_SIZE", 1)), accelerator.num_processes
+    if started != seen:
+        raise ValueError(
+            f"{started} processes were started, but accelerate sees {seen}. Start them with `accelerate launch`."
+        )
+    check_engine(accelerator)
+    # Accelerate would train in float32.
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise ValueError("--mixed_precision must be no or bf16 on a CPU, got fp16")
+    if accelerator.mixed_precision == "bf16":
+        warn_of_bfloat16(accelerator.device, "--mixed_precision no")
+    return accelerator
+
+
+def check_before_start(args: PretrainArguments):
+    """Check files, checkpoint and output folder, and set `resume_from_checkpoint` to a folder.
+
+    Raises:
+        ValueError: a file or the checkpoint is missing, empty or damaged, or the output folder holds another run.
+    """
+    for file in filter(None, (args.train_file, args.validation_file)):
+        check_file(file, whole=False)
+    output_dir = Path(args.output_dir)
+    resumed = find_checkpoint(output_dir, args.resume_from_checkpoint)
+    args.resume_from_checkpoint = None if resumed is None else str(resumed)
+    for folder in (output_dir, output_dir / "best"):
+        check_run(folder, args.overwrite_output_dir or continues(output_dir, resumed))
+
+
+def build_config(args: PretrainArguments) -> PreTrainedConfig:
+    """The configuration of the model with the changes of the command line.
+
+    Raises:
+        ValueError: an override is not a field, or the configuration does not fit the objective.
+    """
+    config = change_config(args)
+    with torch.device("meta"):
+        AUTO_MODELS[args.objective].from_config(config)
+    return config
+
+
+def change_config(args: PretrainArguments) -> PreTrainedConfig:
+    """The configuration with the changes of the command line, whatever the objective."""
+    known = load(AutoConfig, args.config_name)
+    overrides = parse_overrides(args.config_overrides, known)
+    fit_length(args, known, overrides)
+    if args.vocab_size is not None:
+        overrides["vocab_size"] = args.vocab_size
+    return load_config(args.config_name, overrides)
+
+
+def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
+    """Set the block size to the length that the model is made for, or a TNN's length to the block size."""
+    field = "max_position_embeddings"
+    longest = overrides.get(field, getattr(config, field, None))
+    if args.block_size is None:
+        args.block_size = longest or 1024
+    elif longest is not None and args.block_size > longest:
+        if config.model_type != "tnn":
+            raise ValueError(f"--block_size must be at most {field}={longest} of the model, got {args.block_size}")
+        # A TNN takes any length, but the fields that follow from this number must be derived again.
+        overrides |= {field: args.block_size} | {name: overrides.get(name) for name in LENGTH_FIELDS}
+    shortest = 3 if args.objective == "mlm" else 2
+    if args.block_size < shortest:
+        raise ValueError(f"--block_size must be at least {shortest} for a token to predict, got {args.block_size}")
+
+
+def build_tokenizer(
+    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset | None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the checkpoint, the one named, or one trained on `texts`. `config` gets its special tokens.
+
+    Without texts, a new one is that of DNA.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model, or no mask token for a masked language model.
+    """
+    masked = args.objective == "mlm"
+    source = args.resume_from_checkpoint or args.tokenizer_name
+    if source is None:
+        source = Path(args.output_dir) / "tokenizer"
+        if accelerator.is_main_process:
+            if texts is None:
+                from modeling_tnn.tools.dna import dna_tokenizer
+
+                trained = dna_tokenizer(args.block_size)
+            else:
+                trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
+            with new_folder(source) as folder:
+                trained.save_pretrained(folder)
+        accelerator.wait_for_everyone()
+    tokenizer = load(AutoTokenizer, source)
+    if not masked:
+        tokenizer.padding_side = "left"  # as generation needs it
+    if args.tokenizer_name is None and args.vocab_size is None:
+        config.vocab_size = len(tokenizer)
+    try:
+        check_vocabulary(tokenizer, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{error} Give --vocab_size {len(tokenizer)} or another tokenizer.") from error
+    if masked and tokenizer.mask_token_id is None:
+        raise ValueError(f"The tokenizer must have a mask token with --objective mlm, got {source} without one")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    return tokenizer
+
+
+def build_stream(
+    args: PretrainArguments, accelerator: Accelerator, texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase,
+    split: str,
+) -> BlockStream:  # fmt: skip
+    """The stream of the examples of a split; refuses one that is shorter than a block."""
+    masked, workers = args.objective == "mlm", args.preprocessing_num_workers
+    with accelerator.main_process_first():
+        workers = workers_for(texts) if workers is None else workers
+        blocks = pack(texts, tokenizer, args.block_size, masked, split, workers)
+    if len(blocks) == 0:
+        size = args.block_size
+        raise ValueError(
+            f"The {split} text is shorter than one block of {size} tokens. Give a longer text or a smaller "
+            "--block_size."
+        )
+    if split == "validation" and args.max_eval_blocks is not None:
+        blocks = blocks.select(range(min(args.max_eval_blocks, len(blocks))))
+    return BlockStream(blocks, tokenizer, masked, args.mlm_probability, args.seed, shuffle=split == "train")
+
+
+def build_data(
+    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig
+) -> tuple[PreTrainedTokenizerBase, "BlockStream | TextStream", BlockStream]:
+    """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
+    if args.streaming:
+        from tnn_programs.data.mixture import open_corpus
+        from tnn_programs.data.streaming import build_text_streams
+
+        texts, validation = open_corpus(args)
+        tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())
+        return tokenizer, *build_text_streams(args, accelerator, texts, validation, tokenizer)
+    source, config_name = args.train_file or next(iter(args.dataset_name), None), args.dataset_config_name
+    if source is not None and is_fasta(source):
+        from modeling_tnn.data.genome import build_genome_streams
+
+        tokenizer = build_tokenizer(args, accelerator, config, None)
+        return tokenizer, *build_genome_streams(args, tokenizer)
+    corpus = load_corpus(source, next(iter(config_name), None), args.validation_file, args.text_column, args.documents)
+    tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
+    splits = ("train", "validation")
+    return tokenizer, *(build_stream(args, accelerator, corpus[split], tokenizer, split) for split in splits)
+
+
+def build_model(args: PretrainArguments, config: PreTrainedConfig, head: type | None = None) -> PreTrainedModel:
+    """The model of the objective, or one of another class `head`."""
+    model = AUTO_MODELS[args.objective].from_config(config) if head is None else head(config)
+    if args.gradient_checkpointing:
+        # transformers 5.17 has one name, of which later releases warn; they have another.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
+def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
+    """The run with all its parts, in the state of the checkpoint if there is one."""
+    check_before_start(args)
+    config = build_config(args)
+    processes, resumed = accelerator.num_processes, args.resume_from_checkpoint
+    if args.global_batch_tokens is not None:
+        from tnn_programs.training.costs import blocks_of_process, choose_micro_batch
+
+        blocks_of_process(args, processes)  # before the text is read
+    saved = None if resumed is None else read_object(Path(resumed) / STATE).get("fingerprint")
+    if (line := choose_schedule(args, config, saved)) is not None:
+        logger.info("%s", line)
+    tokenizer, train, validation = build_data(args, accelerator, config)
+    set_seed(args.seed)
+    model = build_model(args, config)
+    logger.info(
+        f"{model.num_parameters():,} parameters; {'streamed' if args.streaming else len(train)} training and "
+        f"{len(validation)} validation blocks of {args.block_size} tokens; {processes} "
+        f"process{'' if processes == 1 else 'es'}, {accelerator.device.type}"
+    )
+    if args.global_batch_tokens is not None:
+        logger.info("%s", choose_micro_batch(args, accelerator, model))
+    compile_blocks(args, accelerator, model)
+    pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
+    if resumed is not None:
+        pretraining.resume(Path(resumed))
+        logger.info("resumed at step %d", pretraining.state.step)
+        if not holds_best(Path(args.output_dir), resumed, pretraining.state.best_step):
+            pretraining.state.best_loss = None
+    if accelerator.is_main_process:
+        remove_others(Path(args.output_dir), None if resumed is None else Path(resumed))
+    return pretraining
+
+
+def holds_best(output_dir: Path, resumed: str, step: int) -> bool:
+    """Whether `best/` has the best model of a run that is resumed, which is that of `step`.
+
+    It may be in another folder, and the model of a later step, which is gone, may have taken its place.
+    """
+    file = output_dir / "best" / "metrics.json"  # an older version wrote none
+    known = read_object(file).get("steps", step) if file.is_file() else step
+    return continues(output_dir, resumed) and file.parent.is_dir() and known == step
+
+
+def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
+    """Evaluate and save the last model; the figures of the run."""
+    accelerator, state = pretraining.accelerator, pretraining.state
+    evaluated = pretraining.is_evaluated and state.best_loss is not None  # and not in the folder of another run
+    last = state.history[-1]["loss"] if evaluated else pretraining.record_evaluation()
+    model = accelerator.unwrap_model(pretraining.model)
+    metrics = {
+        "perplexity_before": perplexity(state.loss_before),
+        "perplexity": perplexity(last),
+        "loss": last,
+        "best_perplexity": perplexity(state.best_loss),
+        "best_step": state.best_step,
+        "steps": state.step,
+        "tokens": state.step * pretraining.blocks_per_step * args.block_size,
+        **pretraining.speed(),
+        "train_seconds": state.train_seconds,
+        "train_cpu_seconds": state.train_cpu_seconds,
+        "parameters": model.num_parameters(),
+        "processes": accelerator.num_processes,
+        "distributed_type": accelerator.distributed_type.value,
+        "parameters_per_process": held_parameters(pretraining.model),
+        "device": accelerator.device.type,
+        "peak_memory_gib": reserved_memory(accelerator.device),
+        "torch_threads": torch.get_num_threads(),
+        "evaluations": state.history,
+        "unstable_layers": [str(layer) for layer in find_unstable(model)],
+    }
+    with new_files(Path(args.output_dir), accelerator) as folder:
+        pretraining.save_model(folder)
+        if accelerator.is_main_process:
+            write_json(folder / "metrics.json", metrics)
+    return metrics
+
+
+def configure_logging(accelerator: Accelerator):
+    """Log important messages from one process. Without this, accelerate would log each file that it writes."""
+    logging.basicConfig(format="%(message)s")
+    for name in ("pretrain", "demo", "push_to_hub", "data", "runs"):
+        logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+
+
+def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretraining, dict, str | None]:
+    """Train to the end; the run, its figures, and the repository for the model.
+
+    A signal ends the process here, after the present step is saved.
+    """
+    pretraining, repository = build(args, accelerator), None
+    if args.push_to_hub and accelerator.is_main_process:
+        from tnn_programs.training.publishing import open_repository
+
+        repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)
+    if args.report_to != "none":
+        options = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+        # TensorBoard takes no lists.
+        settings = {name: " ".join(value) if isinstance(value, list) else value for name, value in options.items()}
+        accelerator.init_trackers("modeling-tnn", config=settings)
+    with pretraining.stop, watching_processes():
+        try:
+            pretraining.run()
+            return pretraining, finish(args, pretraining), repository
+        except StopRequested:
+            saved = pretraining.save_progress()
+            accelerator.end_training()
+            logger.info("stopped by a signal at step %d.%s", pretraining.state.step, RESUME if saved else "")
+            sys.exit(pretraining.stop.status)
+
+
+def report(metrics: dict, args: PretrainArguments):
+    """Log the figures and the folders of the models."""
+    logger.info(
+        "validation perplexity: {perplexity_before:.2f} before, {perplexity:.2f} after {steps} steps, best "
+        "{best_perplexity:.2f} at step {best_step}; {tokens_per_second:.0f} tokens/s; saved in ".format(**metrics)
+        + f"{args.output_dir}\nthe best model is in {args.output_dir}/best"
+    )
+
+
+def report_next_steps(metrics: dict, args: PretrainArguments):
+    """Log the commands that use the model."""
+    source = args.train_file or next(iter(args.dataset_name), None)
+    is_genome = source is not None and is_fasta(source)
+    kind = "causal" if args.objective == "clm" else "dna" if is_genome else "masked"
+    options = {"prompt": START_OF_GENE} if is_genome else {}
+    logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"], **options))
+
+
+def dry_run(args: PretrainArguments, accelerator: Accelerator):
+    """Log the size, the tokens, the time and the memory of the run.
+
+    Raises:
+        MemoryExceededError: a step does not fit into memory.
+    """
+    from tnn_programs.training.costs import choose_micro_batch, describe_costs, measure_step
+
+    model = build_model(args, build_config(args))
+    with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
+        line = choose_micro_batch(args, accelerator, model)
+        ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
+        loss = lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm")  # noqa: E731
+        seconds, memory = measure_step(model, {"input_ids": ids, "labels": ids}, accelerator, loss)
+    passes, processes = args.gradient_accumulation_steps, accelerator.num_processes
+    device = f"{processes} x {accelerator.device.type}"
+    tokens = ids.numel() * passes * processes
+    costs = describe_costs(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device)
+    logger.info("%s\n%s", line, costs)
+
+
+def start(args: PretrainArguments):
+    """Train, save and publish as the options say, or measure a step with `--dry_run`."""
+    metrics = run(args)
+    if metrics is not None:
+        report_next_steps(metrics, args)
+
+
+def run(args: PretrainArguments) -> dict | None:
+    """Do the work of `start`; the figures of the run, or None of a dry one."""
+    with contextlib.ExitStack() as held:
+        try:
+            accelerator = build_accelerator(args)
+            configure_logging(accelerator)
+            if args.dry_run:
+                return dry_run(args, accelerator)
+            held.enter_context(claim(Path(args.output_dir), main=accelerator.is_main_process))
+            accelerator.wait_for_everyone()
+            pretraining, metrics, repository = train(args, accelerator)
+            accelerator.end_training()
+            report(metrics, args)
+            if repository is not None:
+                from tnn_programs.training.publishing import upload
+
+                upload(args.output_dir, repository, pretraining.config.model_type)
+        except (OSError, MemoryExceededError, SavingError, LostProcessError) as error:
+            if not checkpoints(Path(args.output_dir)):
+                raise
+            sys.exit(f"error: {error}{RESUME}")
+    # A process group that lives longer than the model sometimes aborts at exit.
+    del pretraining
+    gc.collect()
+    return metrics
