@@ -380,7 +380,7 @@ class CompanionRecurrence(Recurrence):
 
     def _refuse(self, denominator: torch.Tensor, diverging: torch.Tensor):
         """Raise a DivergenceError if one of the `diverging` channels `(D,)` has a pole outside the unit circle."""
-        way = "Generate with use_cache=False (`tnn generate --use_cache false`)"
+        way = "Generate with use_cache=False"
         refuse_poles(self.operator, denominator, diverging, f"makes the recurrence diverge. {way}")
 
 
@@ -394,7 +394,7 @@ def refuse_poles(operator: "RtfOperator", denominator: torch.Tensor, growing: to
         channel, radius = filters[outside][0].item() % operator.channels, radii[outside][0].item()
         raise DivergenceError(
             f"Layer {operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} {consequence}, or train "
-            "with rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
+            "with rtf_constraint='l1_montel'."
         )
 
 

@@ -1,1 +1,4 @@
-"""The programs. The command `tnn` imports them as `tnn_programs`; nothing else imports one."""
+"""The programs of the command `tnn`. `NAME.py` reads the options of a program, and `training/NAME.py` does its work.
+
+Nothing else imports a program. PyTorch is imported when the options are read.
+"""

@@ -20,7 +20,7 @@ from tnn_programs.cli.parser import option, parse_overrides, require
 from tnn_programs.cli.task_arguments import ComparisonArguments
 
 if TYPE_CHECKING:
-    from modeling_tnn import TnnConfig
+    from modeling_tnn.configuration_tnn import TnnConfig
 
 BY_STATE = ("copying", "delay")
 
@@ -76,7 +76,7 @@ class SyntheticArguments(ComparisonArguments):
 
     def build(self, fields: dict) -> "TnnConfig":
         with importing():
-            from modeling_tnn import TnnConfig
+            from modeling_tnn.configuration_tnn import TnnConfig
         shared = {
             "vocab_size": self.num_tokens,
             "hidden_size": self.hidden_size,

@@ -86,8 +86,9 @@ def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-        from modeling_tnn.data.text import load_corpus, pack
+        from modeling_tnn.data.text import pack
         from tnn_programs.cli.model_path import check_vocabulary, load
+        from tnn_programs.data.corpus import load_corpus
     name, tokenizer = args.model_name_or_path, load(AutoTokenizer, args.model_name_or_path)
     model = load(AutoModelForCausalLM, name).eval()
     if model.config.model_type != "tnn":

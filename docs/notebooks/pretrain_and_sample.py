@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
 
 from modeling_tnn import load_preset
-from modeling_tnn.data.text import load_corpus, pack, train_tokenizer
+from modeling_tnn.data.text import pack, train_tokenizer
+from tnn_programs.data.corpus import load_corpus
 
 MAX_STEPS = int(os.environ.get("MAX_STEPS", 300))
 folder = tempfile.mkdtemp()

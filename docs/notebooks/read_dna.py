@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from modeling_tnn import load_preset
+from modeling_tnn.data.dna import dna_tokenizer
 from modeling_tnn.data.genome import COMPLEMENT, GenomeStream, split_windows, whole, windows_of
 from modeling_tnn.data.variants import Variant, score_variants
-from modeling_tnn.tools.dna import dna_tokenizer
 
 MAX_STEPS = int(os.environ.get("MAX_STEPS", 300))
 folder = tempfile.mkdtemp()

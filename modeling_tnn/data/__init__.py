@@ -1,1 +1,1 @@
-"""Data: texts for language models, and tasks for classifiers."""
+"""Data in Python: tokenizers, blocks of tokens, genomes and their variants."""

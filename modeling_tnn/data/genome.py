@@ -15,16 +15,14 @@ import zlib
 from collections.abc import Sequence
 from itertools import chain
 
-from tnn_programs.cli.errors import importing
-
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tnn_programs.cli.text_files import DAMAGED, check_file, open_text, read_lines_of
-
-from ..tools.dna import NUCLEOTIDES, nucleotide_ids
-from .text import VALIDATION_SHARE, BlockStream, as_example, enclosing_tokens, random_generator
+from .blocks import VALIDATION_SHARE, BlockStream, as_example, random_generator
+from .dna import NUCLEOTIDES, nucleotide_ids
+from .files import DAMAGED, open_text, read_lines_of
+from .text import enclosing_tokens
 
 logger = logging.getLogger("data")
 COMPLEMENT = np.frombuffer(bytes.maketrans(b"ACGTUacgtu", b"TGCAAtgcaa"), dtype=np.uint8)
@@ -45,9 +43,10 @@ def read_fasta(file: str) -> dict[str, np.ndarray]:
         ValueError: the file is missing or damaged, has no sequences, has two of one name, or proteins.
         ImportError: Biopython is not installed.
     """
-    check_file(file, whole=False)
-    with importing("dna"):
+    try:
         from Bio.SeqIO.FastaIO import SimpleFastaParser
+    except ModuleNotFoundError as error:
+        raise ImportError('FASTA is read by Biopython: pip install "modeling-tnn[dna]"') from error
     genome: dict[str, np.ndarray] = {}
     try:
         with open_text(file) as lines:
@@ -148,10 +147,10 @@ def split_windows(windows: list[Window], contigs: Sequence[str] = ()) -> tuple[l
     """
     if unknown := set(contigs) - {contig for contig, *_ in windows}:
         named = ", ".join(sorted(unknown))
-        raise ValueError(f"--validation_contigs must be contigs of at least a window, got {named}")
+        raise ValueError(f"Contigs of validation must have at least a window, got {named}")
     splits = [split for *_, split in windows]
     if contigs and any(splits):
-        raise ValueError(f"--validation_contigs must be absent with regions of train, valid and test, got {contigs}")
+        raise ValueError(f"Contigs of validation must be absent with regions of train, valid and test, got {contigs}")
     if contigs:
         splits = ["validation" if contig in contigs else "train" for contig, *_ in windows]
     elif not any(splits):
@@ -224,40 +223,6 @@ class GenomeStream(BlockStream):
         checksum = zlib.crc32(some + self.weights.tobytes() + repr(self.blocks).encode())
         options = {"block_size": self.length, "reverse_complement": self.reverse_complement}
         return {"blocks": len(self), "checksum": checksum} | options
-
-
-def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[GenomeStream, GenomeStream]:
-    """Return the streams of training and validation windows, by the options of `tnn pretrain`.
-
-    Validation draws no letters: those in lower case count if they have the weight 1, else they do not.
-
-    Raises:
-        ValueError: see `read_fasta`, `read_regions` and `split_windows`; or a split has no window.
-    """
-    masked, file = args.objective == "mlm", args.train_file or args.dataset_name[0]
-    given = tokenizer, args.block_size, masked, args.mlm_probability, args.seed
-    size = args.block_size - (sum(map(len, enclosing_tokens(tokenizer))) if masked else 0)
-    genome = read_fasta(file)
-    held = genome if args.validation_file is None else read_fasta(args.validation_file)
-    regions = whole(genome) if args.regions is None else read_regions(args.regions, genome)
-    windows = windows_of(genome, regions, size)
-    if args.validation_file is None:
-        windows, validation = split_windows(windows, args.validation_contigs)
-    else:
-        windows = [window for window in windows if window[2] in (None, "train")]
-        validation = windows_of(held, whole(held), size)
-    weight = args.soft_masked_weight
-    train = GenomeStream(
-        genome, windows, *given, reverse_complement=args.reverse_complement, soft_masked_weight=weight
-    )
-    evaluated = GenomeStream(held, validation, *given, shuffle=False, soft_masked_weight=float(weight == 1))
-    evaluated.blocks = evaluated.blocks[: args.max_eval_blocks]
-    for split, stream in (("train", train), ("validation", evaluated)):
-        if not len(stream):
-            raise ValueError(
-                f"The {split} data must have a window of {size} letters, got none. Give a smaller --block_size."
-            )
-    return train, evaluated
 
 
 def whole(genome: dict[str, np.ndarray]) -> list[Region]:

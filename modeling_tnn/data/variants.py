@@ -17,9 +17,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tnn_programs.cli.text_files import read_lines_of
-
-from ..tools.dna import nucleotide_ids
+from .dna import nucleotide_ids
+from .files import read_lines_of
 from .genome import COMPLEMENT, some_of
 
 logger = logging.getLogger("data")

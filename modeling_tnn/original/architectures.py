@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
+from ..data.dna import dna_tokenizer
 from ..modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from ..norms import NORM_TYPES
-from ..tools.dna import dna_tokenizer
 from ..tools.sequence_pairs import TnnForSequencePairClassification
 from . import hyenadna
 from .names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts

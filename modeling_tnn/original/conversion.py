@@ -26,7 +26,7 @@ LEFT_OUT = {
     r"^lm_head\.weight$": "tied to the input embedding",
     r"^embed_tokens\.bias$": "added to each row of the embedding",
     r"implicit_filter\.\d+\.freq$": "another name of the parameter that all sines share",
-    "": "part of another head (--head)",
+    "": "part of another head (option head)",
 }
 
 
@@ -175,7 +175,7 @@ def warnings_of(config: TnnConfig) -> list[str]:
     ski = (
         f"The inducing points of the released code spread over each input. Here they spread over "
         f"{config.ski_grid_length} tokens, for which outputs agree (option tokens_per_sample). Its interpolation "
-        f"fades after two or three tokens; --published_ski takes the published one instead."
+        f"fades after two or three tokens; the option published_ski takes the published one instead."
     )
     found = {"fd": fd, "ski": published if config.ski_interpolation == "linear" else ski}
     return [found[config.tno_type]] if config.tno_type in found else []

@@ -9,7 +9,7 @@ import re
 
 import torch
 
-from ..tools.dna import SPECIAL, VOCABULARY
+from ..data.dna import SPECIAL, VOCABULARY
 from .names import HYENA_NAMES
 
 FILTER = "layers.0.mixer.tno."

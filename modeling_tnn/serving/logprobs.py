@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tnn_programs.serving.pieces import INCOMPLETE
-
+# By this character, tokenizers decode bytes that are no whole character.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 LEAST = -9999.0  # for a token that is never written: JSON has no infinite numbers
 
 

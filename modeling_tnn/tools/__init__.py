@@ -1,1 +1,1 @@
-"""Conversion, checks and measures of models; their cards and uploads."""
+"""Conversion, checks and measures of models."""

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 HINT = (
     "Their kernels grow beyond the trained length, and generation from a cache may fail. Train with "
-    "rtf_constraint='l1_montel', or with `PoleCallback(max_radius=0.99)` (`--max_pole_radius 0.99`)."
+    "rtf_constraint='l1_montel', or with `PoleCallback(max_radius=0.99)`."
 )
 
 

@@ -1,4 +1,4 @@
-"""What a command line is read and checked with, before PyTorch is imported: 0.1 seconds instead of 3.
+"""Read and check a command line before PyTorch is imported: 0.1 seconds instead of 3.
 
 Importing any module of `modeling_tnn` imports PyTorch and transformers, because that registers the Auto classes.
 """

@@ -324,7 +324,7 @@ def parse_overrides(
     """
     if known is None:
         with importing():
-            from modeling_tnn import TnnConfig
+            from modeling_tnn.configuration_tnn import TnnConfig
         known = TnnConfig()
     pairs = [pair.partition("=") for pair in re.split(BETWEEN_OVERRIDES, text or "") if pair.strip()]
     try:

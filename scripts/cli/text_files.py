@@ -1,14 +1,10 @@
 """Text that a user gives: files, by their suffix, and lines of the standard input."""
 
 import csv
-import gzip
-import io
-import os
 import re
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -23,10 +19,6 @@ COMPRESSED = (".gz", ".bgz")
 NO_TEXT = {".tsv": "Tables must be .csv, .json, .jsonl or .parquet files"} | dict.fromkeys(
     (".fastq", ".fq", ".gb", ".gbk", ".gff", ".gff3", ".vcf", ".sam"), "Sequences must be FASTA files"
 )
-# What reading a damaged archive raises.
-DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
-# Text is a tenth of its size when it is compressed, and a thousandth if it is meant to fill the memory.
-MOST_EXPANSION, ALWAYS_READ = 200, 2**26
 # Of a file that is streamed, the bytes that are checked before.
 CHECKED_OF_STREAM = 2**30
 # Deeper JSON ends the process inside a library.
@@ -46,18 +38,10 @@ def check_file(file: str, whole: bool = True, most: float = float("inf")):
     if path.stat().st_size == 0:
         raise ValueError(f"The file {file} is empty.")
     if whole and (builder := builder_of(file)) != "parquet":
+        from modeling_tnn.data.files import reading
+
         with reading(file) as lines:
             {"csv": check_table, "json": check_nesting, "text": check_letters}[builder](lines, file, most)
-
-
-@contextmanager
-def reading(file: str) -> Iterator[IO[str]]:
-    """`open_text`, with a ValueError for content that is damaged or not text."""
-    try:
-        with open_text(file) as lines:
-            yield lines
-    except (UnicodeDecodeError, *DAMAGED) as error:
-        raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
 
 
 def check_letters(text: IO[str], file: str, most: float):
@@ -97,30 +81,13 @@ def check_nesting(lines: IO[str], file: str, most: float):
             return
 
 
-def read_lines_of(file: str) -> list[str]:
-    """The lines of a text file, as `datasets` reads them; errors are those of `check_file`."""
-    check_file(file, whole=False)
-    with reading(file) as lines:
-        return [line.removesuffix("\n") for line in lines]
-
-
-class BoundedGzip(gzip.GzipFile):
-    """A compressed file whose content is not many times as large."""
-
-    def read1(self, size: int = -1) -> bytes:
-        found = super().read1(size)
-        if self.tell() > max(ALWAYS_READ, MOST_EXPANSION * os.path.getsize(self.name)):
-            raise ValueError(
-                f"The file {self.name} must be at most {MOST_EXPANSION} times as large as compressed, got more"
-            )
-        return found
-
-
 def open_text(file: str) -> IO[str]:
-    """A text file, also below .gz or .bgz, for reading. Not `str.splitlines`: it divides lines at U+2028."""
-    if Path(file).suffix.lower() in COMPRESSED:
-        return io.TextIOWrapper(BoundedGzip(file), encoding=ENCODING)
-    return open(file, encoding=ENCODING)
+    """A text file for reading. Only for a compressed one, the package is imported, which takes seconds."""
+    if Path(file).suffix.lower() not in COMPRESSED:
+        return open(file, encoding=ENCODING)
+    from modeling_tnn.data.files import open_text as open_compressed
+
+    return open_compressed(file)
 
 
 def suffix_of(file: str) -> str:
@@ -150,7 +117,7 @@ def is_fasta(file: str) -> bool:
     try:
         with open_text(file) as text:
             title, *lines = text.read(2**16).strip().split("\n")
-    except (OSError, ValueError, *DAMAGED):  # who reads the file says so
+    except (OSError, ValueError, EOFError, zlib.error):  # who reads the file says so
         return False
     letters = "".join(line.rstrip() for line in lines if not line.startswith(">"))
     return title.startswith(">") and letters.replace("*", "").replace("-", "").isalpha()

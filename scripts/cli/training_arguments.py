@@ -13,8 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tnn_programs.cli.errors import importing
-
 import yaml
 
 from tnn_programs.cli.declared import enum_values
@@ -284,21 +282,16 @@ class PretrainArguments(GroupArguments, GenomeArguments):
         return round(warmup * (self.max_steps if warmup < 1 else 1))
 
     def check_schedule(self):
-        """Refuse a schedule that cannot be built, and fewer steps than warm-up and decay need.
-
-        With fewer, the rate would jump down when the warm-up ends.
+        """Refuse fewer steps than warm-up and decay need: the rate would jump down when the warm-up ends.
 
         Raises:
-            ValueError: see above.
+            ValueError: see above, or the further arguments are no JSON object.
         """
-        if self.lr_scheduler_type is not None:
-            with importing("training"):
-                import torch
-
-                from tnn_programs.training.passes import build_scheduler
-            # Some schedules compare their end with the learning rate.
-            build_scheduler(self, torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate or 1.0))
-        further = json.loads(self.lr_scheduler_kwargs or "{}")
+        try:
+            further = dict(json.loads(self.lr_scheduler_kwargs or "{}"))
+        except (TypeError, ValueError) as error:
+            given = self.lr_scheduler_kwargs
+            raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {given}: {error}") from error
         decay = 0 if "num_stable_steps" in further else further.get("num_decay_steps", 0)
         needed = self.num_warmup_steps + decay
         holds = not self.num_warmup_steps < self.max_steps < needed

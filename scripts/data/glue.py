@@ -9,9 +9,9 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from modeling_tnn.data.text import is_text, load_file, load_folder
 from tnn_programs.cli.model_path import check_path
 from tnn_programs.cli.text_files import builder_of
+from tnn_programs.data.corpus import is_text, load_file, load_folder
 
 # The columns that hold text.
 TASKS = {

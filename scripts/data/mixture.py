@@ -13,8 +13,9 @@ import numpy as np
 from datasets import IterableDataset
 from datasets.exceptions import DatasetsError
 
-from modeling_tnn.data.text import load_file, load_folder
-from tnn_programs.cli.text_files import DAMAGED, looks_like_file
+from modeling_tnn.data.files import DAMAGED
+from tnn_programs.cli.text_files import looks_like_file
+from tnn_programs.data.corpus import load_file, load_folder
 
 # Lines of a text file that stay together, and draws between sources with one random generator.
 LINES, DRAWS = 100, 1000

@@ -22,17 +22,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from modeling_tnn.data.text import (
-    BlockStream,
-    as_example,
-    divide,
-    enclosing_tokens,
-    leave_signals_to_main,
-    make_masking,
-    random_generator,
-    say_what_is_left_out,
-    tokenize,
-)
+from modeling_tnn.data.blocks import BlockStream, as_example, leave_signals_to_main, make_masking, random_generator
+from modeling_tnn.data.text import divide, enclosing_tokens, say_what_is_left_out, tokenize
 from tnn_programs.data.mixture import MixedRows, Mixture
 
 # Rows that are tokenized at once.

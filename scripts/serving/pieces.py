@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-# What a tokenizer writes for bytes that are no character, or not yet.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+from modeling_tnn.serving.logprobs import INCOMPLETE
 
 
 class Pieces:

@@ -27,18 +27,17 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_tnn.data.text import DEMO_CORPUS, BlockStream
+from modeling_tnn.data.blocks import BlockStream
 from modeling_tnn.tools.poles import PoleCallback, find_unstable
 from tnn_programs.cli.atomic import new_folder, write_json
 from tnn_programs.cli.runs import STATE, check_same_run, checkpoints, describe_run, prune, read_object, write_checksums
 from tnn_programs.cli.training_arguments import PretrainArguments
+from tnn_programs.data.corpus import DEMO_CORPUS
 from tnn_programs.training.costs import flops_of_token, peak_of
+from tnn_programs.training.optimizers import build_optimizer, build_scheduler, decayed_parameters
 from tnn_programs.training.passes import (
     CapturedStep,
-    build_optimizer,
-    build_scheduler,
     count_targets,
-    decayed_parameters,
     logits_of,
     recorder_for,
     summed_loss,

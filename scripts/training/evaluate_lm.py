@@ -15,12 +15,13 @@ import torch
 from matplotlib import pyplot
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from modeling_tnn.data.text import enclosing_tokens, load_texts, tokenize, with_line_break
+from modeling_tnn.data.text import enclosing_tokens, tokenize, with_line_break
 from modeling_tnn.recurrence import DivergenceError
 from tnn_programs.cli.atomic import claim, saving_errors, write_json, write_text
 from tnn_programs.cli.model_path import check_device, check_vocabulary, load
 from tnn_programs.cli.parser import parse_overrides
 from tnn_programs.cli.tables import markdown_table
+from tnn_programs.data.corpus import load_texts
 from tnn_programs.training.scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens
 
 

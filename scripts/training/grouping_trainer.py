@@ -12,7 +12,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from tnn_programs.cli.runs import RUN, STATE, check_same_run, describe_run, read_object, write_checksums
-from tnn_programs.training.passes import regroup, warn_of_bfloat16
+from tnn_programs.training.optimizers import regroup
+from tnn_programs.training.passes import warn_of_bfloat16
 from tnn_programs.training.processes import StopRequest
 
 # Fields of Trainer's state that it computes with.

@@ -27,8 +27,9 @@ from tnn_programs.cli.atomic import write_json
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.cli.training_arguments import PretrainArguments
 from tnn_programs.training.costs import PEAKS, flops_of_token
-from tnn_programs.training.passes import build_optimizer, decayed_parameters, summed_loss
-from tnn_programs.training.pretrain import build_model, change_config
+from tnn_programs.training.models import build_model, change_config
+from tnn_programs.training.optimizers import build_optimizer, decayed_parameters
+from tnn_programs.training.passes import summed_loss
 from tnn_programs.training.processes import shard_operators
 
 USABLE = 0.9  # of the memory of a GPU

@@ -18,28 +18,26 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, InitProcessGroupKwargs
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
 )
 
-from modeling_tnn.configuration_tnn import LENGTH_FIELDS
-from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
+from modeling_tnn.data.blocks import BlockStream
+from modeling_tnn.data.text import pack, train_tokenizer
 from modeling_tnn.tools.poles import find_unstable
 from tnn_programs.cli.atomic import SavingError, claim, new_files, new_folder, write_json
 from tnn_programs.cli.commands import next_steps
 from tnn_programs.cli.model_path import check_vocabulary, load
-from tnn_programs.cli.parser import load_config, parse_overrides
 from tnn_programs.cli.runs import STATE, check_run, checkpoints, continues, find_checkpoint, read_object, remove_others
 from tnn_programs.cli.text_files import check_file, is_fasta
 from tnn_programs.cli.training_arguments import PretrainArguments, choose_schedule
+from tnn_programs.data.corpus import load_corpus, workers_for
 from tnn_programs.training.accelerate_loop import Pretraining, perplexity
 from tnn_programs.training.costs import reserved_memory
+from tnn_programs.training.models import build_config, build_model
+from tnn_programs.training.optimizers import try_schedule
 from tnn_programs.training.passes import compile_blocks, summed_loss, warn_of_bfloat16
 from tnn_programs.training.processes import (
     LostProcessError,
@@ -55,7 +53,6 @@ if TYPE_CHECKING:  # read where a run asks for it
 
 logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."
-AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
 # What a model of DNA is asked to continue: lacZ of E. coli.
 START_OF_GENE = "ATGACCATGATTACG"
 
@@ -109,44 +106,6 @@ def check_before_start(args: PretrainArguments):
         check_run(folder, args.overwrite_output_dir or continues(output_dir, resumed))
 
 
-def build_config(args: PretrainArguments) -> PreTrainedConfig:
-    """The configuration of the model with the changes of the command line.
-
-    Raises:
-        ValueError: an override is not a field, or the configuration does not fit the objective.
-    """
-    config = change_config(args)
-    with torch.device("meta"):
-        AUTO_MODELS[args.objective].from_config(config)
-    return config
-
-
-def change_config(args: PretrainArguments) -> PreTrainedConfig:
-    """The configuration with the changes of the command line, whatever the objective."""
-    known = load(AutoConfig, args.config_name)
-    overrides = parse_overrides(args.config_overrides, known)
-    fit_length(args, known, overrides)
-    if args.vocab_size is not None:
-        overrides["vocab_size"] = args.vocab_size
-    return load_config(args.config_name, overrides)
-
-
-def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
-    """Set the block size to the length that the model is made for, or a TNN's length to the block size."""
-    field = "max_position_embeddings"
-    longest = overrides.get(field, getattr(config, field, None))
-    if args.block_size is None:
-        args.block_size = longest or 1024
-    elif longest is not None and args.block_size > longest:
-        if config.model_type != "tnn":
-            raise ValueError(f"--block_size must be at most {field}={longest} of the model, got {args.block_size}")
-        # A TNN takes any length, but the fields that follow from this number must be derived again.
-        overrides |= {field: args.block_size} | {name: overrides.get(name) for name in LENGTH_FIELDS}
-    shortest = 3 if args.objective == "mlm" else 2
-    if args.block_size < shortest:
-        raise ValueError(f"--block_size must be at least {shortest} for a token to predict, got {args.block_size}")
-
-
 def build_tokenizer(
     args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset | None
 ) -> PreTrainedTokenizerBase:
@@ -163,7 +122,7 @@ def build_tokenizer(
         source = Path(args.output_dir) / "tokenizer"
         if accelerator.is_main_process:
             if texts is None:
-                from modeling_tnn.tools.dna import dna_tokenizer
+                from modeling_tnn.data.dna import dna_tokenizer
 
                 trained = dna_tokenizer(args.block_size)
             else:
@@ -220,7 +179,7 @@ def build_data(
         return tokenizer, *build_text_streams(args, accelerator, texts, validation, tokenizer)
     source, config_name = args.train_file or next(iter(args.dataset_name), None), args.dataset_config_name
     if source is not None and is_fasta(source):
-        from modeling_tnn.data.genome import build_genome_streams
+        from tnn_programs.data.genome import build_genome_streams
 
         tokenizer = build_tokenizer(args, accelerator, config, None)
         return tokenizer, *build_genome_streams(args, tokenizer)
@@ -228,15 +187,6 @@ def build_data(
     tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
     splits = ("train", "validation")
     return tokenizer, *(build_stream(args, accelerator, corpus[split], tokenizer, split) for split in splits)
-
-
-def build_model(args: PretrainArguments, config: PreTrainedConfig, head: type | None = None) -> PreTrainedModel:
-    """The model of the objective, or one of another class `head`."""
-    model = AUTO_MODELS[args.objective].from_config(config) if head is None else head(config)
-    if args.gradient_checkpointing:
-        # transformers 5.17 has one name, of which later releases warn; they have another.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    return model
 
 
 def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
@@ -251,6 +201,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     saved = None if resumed is None else read_object(Path(resumed) / STATE).get("fingerprint")
     if (line := choose_schedule(args, config, saved)) is not None:
         logger.info("%s", line)
+    try_schedule(args)  # before the text is read
     tokenizer, train, validation = build_data(args, accelerator, config)
     set_seed(args.seed)
     model = build_model(args, config)

@@ -18,10 +18,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from modeling_tnn.data.text import load_corpus, pack, tokenize, train_tokenizer
+from modeling_tnn.data.text import pack, tokenize, train_tokenizer
 from modeling_tnn.tno_rtf import RtfOperator
 from modeling_tnn.tools.poles import PoleCallback, spectral_radius
 from tnn_programs.cli.tables import markdown_table
+from tnn_programs.data.corpus import load_corpus
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.passes import token_losses
 from tnn_programs.training.scoring import batches, score_tokens

@@ -32,7 +32,7 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.tools.dna import dna_tokenizer
+from modeling_tnn.data.dna import dna_tokenizer
 from tnn_programs.cli.atomic import LOCK, SavingError, claim, new_folder, saving_errors, write_json
 from tnn_programs.cli.runs import find_checkpoint, write_checksums
 from tnn_programs.training.grouping_trainer import StopCallback

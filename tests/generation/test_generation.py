@@ -1,5 +1,7 @@
 """Generation: every kind of causal model inherits the promises of `helpers/caches.py`."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -8,6 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 from transformers.generation import stopping_criteria
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.caches import MODELS, CacheTests, generate, model_of, text_of
 from helpers.models import checkpoint_activations, lively_language_model, relative_error
@@ -79,6 +82,10 @@ def test_generation_and_caches_with_activation_checkpointing():
         model(PROMPT, past_key_values=past)
 
 
+# Older releases give no cache to a model in training, whether there are gradients or not.
+KEEPS_CACHE = "is_grad_enabled" in inspect.getsource(GradientCheckpointingLayer)
+
+
 def test_no_cache_is_filled_with_activation_checkpointing():
     """With gradients an empty cache stays empty, and none is returned; without, it has each token once."""
     model = language_model("rpe", decay=0.9, hidden_dropout_prob=0.0)
@@ -93,7 +100,7 @@ def test_no_cache_is_filled_with_activation_checkpointing():
             if differentiated:
                 outputs.logits.sum().backward()
                 assert outputs[1:] == () and (given is None or given.get_seq_length() == 0)
-            else:
+            elif KEEPS_CACHE:
                 assert outputs[1].get_seq_length() == 7 and given in (None, outputs[1])
 
 

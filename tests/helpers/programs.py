@@ -25,9 +25,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, run, run_script, save_model, tree, write_config, write_text
 from modeling_tnn import TnnForMaskedLM
-from modeling_tnn.data.text import load_corpus, train_tokenizer
+from modeling_tnn.data.text import train_tokenizer
 from tnn_programs.cli.commands import COMMANDS
 from tnn_programs.cli.parser import parse_arguments
+from tnn_programs.data.corpus import load_corpus
 
 # Trainer has no help for some of its options, and types of its own for others.
 OF_TRAINER = {f"--{name}" for name in TrainingArguments.__dataclass_fields__}

@@ -245,7 +245,7 @@ def test_layers_of_tnn_pytorch(name, tag, prefix):
     with torch.no_grad():
         hidden = model(torch.arange(len(tensors["embed_tokens.weight"])).view(x.shape[:2])).last_hidden_state
         assert relative_error(hidden, norm(case.output().float())) < TOLERANCE
-    assert not any(why.endswith("(--head)") for why in report["tensors"].values())
+    assert not any(why.endswith("(option head)") for why in report["tensors"].values())
 
 
 @pytest.mark.parametrize(("published", "kind", "warning"), [

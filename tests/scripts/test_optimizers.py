@@ -12,7 +12,7 @@ from helpers.scripts import pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
 from tnn_programs.cli.training_arguments import GroupArguments, PretrainArguments
 from tnn_programs.training.grouping_trainer import GroupingTrainer
-from tnn_programs.training.passes import build_optimizer, decayed_parameters
+from tnn_programs.training.optimizers import build_optimizer, decayed_parameters
 
 
 @pytest.fixture

@@ -26,9 +26,11 @@ from modeling_tnn import (
     TnnForTokenClassification,
     find_unstable,
 )
-from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
+from modeling_tnn.data.blocks import BlockStream
+from modeling_tnn.data.text import pack, train_tokenizer
 from tnn_programs.cli.runs import check_same_run, describe_run
 from tnn_programs.cli.training_arguments import PretrainArguments
+from tnn_programs.data.corpus import load_corpus, workers_for
 from tnn_programs.training import passes
 from tnn_programs.training.costs import flops_of_token, peak_of
 from tnn_programs.training.passes import count_targets, summed_loss, token_losses

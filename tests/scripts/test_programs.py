@@ -35,7 +35,7 @@ from tnn_programs.run_image_classification import ImageArguments
 from tnn_programs.run_lra import LraArguments
 from tnn_programs.run_synthetic import SyntheticArguments
 from tnn_programs.training import run_image_classification, run_lra
-from tnn_programs.training.pretrain import build_config
+from tnn_programs.training.models import build_config
 
 SMALL = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,rpe_dim=4"
 NOT_A_TNN = "--model_name_or_path must be a TNN, got gpt2 of gpt2"

@@ -26,7 +26,7 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import PoleCallback
-from modeling_tnn.data.text import BlockStream
+from modeling_tnn.data.blocks import BlockStream
 from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
 from tnn_programs.cli.runs import checkpoints

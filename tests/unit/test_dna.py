@@ -14,7 +14,7 @@ from modeling_tnn import (
     TnnForTokenClassification,
     TnnModel,
 )
-from modeling_tnn.tools.dna import VOCABULARY, average_strands, dna_tokenizer, reverse_complement
+from modeling_tnn.data.dna import VOCABULARY, average_strands, dna_tokenizer, reverse_complement
 
 OTHER = str.maketrans("ACGT", "TGCA")
 SEQUENCES = ["A", "ACG", "GATTACANC", "TTTTTGCATGCAATT"]

@@ -8,8 +8,8 @@ import torch
 
 from helpers.models import seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.data.dna import dna_tokenizer
 from modeling_tnn.data.variants import Variant, read_variants, score_variants, window_of
-from modeling_tnn.tools.dna import dna_tokenizer
 
 LETTERS = "".join(np.random.default_rng(1).choice(list("ACGTacgt"), 40)) + "GATTACA"
 GENOME = {"one": np.frombuffer(LETTERS.encode(), dtype=np.uint8)}
