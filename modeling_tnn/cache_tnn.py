@@ -111,7 +111,7 @@ class TnnCacheLayer(CacheLayerMixin):
 
         Args:
             value_states: not used. It is in the signature of every cache layer of transformers.
-            gate, prepared: the gate of the GTU and, for the first call, the kernel, see `inputs.Pass`.
+            gate, prepared: the gate of the GTU and, for the first call, the kernel, see `tno.Pass`.
         """
         self.lazy_initialization(key_states)
         state = self.states.get(operator.state_name)

@@ -1,6 +1,6 @@
 """Checks of the arguments of the models: tokens, masks, labels, images and keywords.
 
-Also what follows from a mask: alignment, positions and pooling of real tokens; and what a pass hands to a layer.
+Also what follows from a mask: alignment, positions and pooling of real tokens.
 
 B batch, L length, d hidden size, C classes or choices, K chosen positions. A mask is `(B, L)`, 0 at padding and
 anything else at real tokens.
@@ -9,11 +9,10 @@ Every check raises a TypeError for an argument of another kind or dtype, and a V
 Values are checked on the CPU only: on other devices, reading them is a device sync.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
 from transformers.utils import TransformersKwargs
 
 from .numerics import compute_dtype, is_on_host, must_be_eager
@@ -24,23 +23,6 @@ KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids"
 
 IDS = (torch.int64, torch.int32)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-# What `ToeplitzOperator.kernel_of` returns: taps, a response, or several parts.
-Kernel = torch.Tensor | tuple
-
-
-class Pass(NamedTuple):
-    """What a forward pass of a model hands to a layer, besides the hidden states."""
-
-    mask: torch.Tensor | None = None  # (B, L), False at padding; None if there is none
-    cache: Cache | None = None  # holds the state after earlier tokens
-    documents: tuple | None = None  # the `packing.Documents` of packed rows
-    layout: tuple | None = None  # how the sequence is divided over processes, see `parallel/sequence.py`
-    view: tuple | None = None  # the masks and rotary positions of attention, see `mixers.view_of`
-    prepared: Kernel | None = None  # the kernel of the layer's operator for this length, if it is known already
-
-
-NO_PASS = Pass()
 
 
 def is_elsewhere(layer: torch.nn.Module) -> bool:

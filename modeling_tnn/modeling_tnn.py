@@ -42,6 +42,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .attention import TnnAttention, TnnRotaryEmbedding, view_of
 from .cache_tnn import CACHE, check_cache, takes_cache, with_cache_as
 from .configuration_tnn import OPERATORS, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
@@ -64,13 +65,14 @@ from .inputs import (
     take_options,
     token_positions,
 )
-from .mixers import TOEPLITZ_MIXERS, TnnAttention, TnnRotaryEmbedding, apply_linear, apply_together, view_of
+from .linear import apply_linear, apply_together
+from .mixers import TOEPLITZ_MIXERS
 from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
 from .numerics import by_parts, is_on_host, parameter_dtype
 from .packing import documents_of
+from .position_encoder import CastingLinear, sinusoidal_embedding
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_PASS, Pass, ToeplitzOperator
-from .tno_rpe import CastingLinear, sinusoidal_embedding
 from .toeplitz_fused import activated_product
 
 # From `initializer` to the standard deviation of embeddings, as a power of d. With -0.5 and tied output weights the

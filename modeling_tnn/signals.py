@@ -19,7 +19,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .inputs import FLOATS, check_attention_mask, require_tensor
 from .numerics import compute_dtype, parameter_dtype
-from .tno_rpe import CastingLinear
+from .position_encoder import CastingLinear
 
 # Roundings of the largest value of a channel. With a deviation of less, the channel is taken to be constant.
 ROUNDINGS = 64

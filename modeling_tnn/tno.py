@@ -7,18 +7,36 @@ an entry in `tno_auto.py` and in `configuration_tnn.py` or, outside the package,
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
 from .extensions import extensions
-from .inputs import NO_PASS, Kernel, Pass
 from .numerics import is_exported, without_narrowing
 from .packing import Documents
 from .recurrence import FilterRecurrence, Recurrence
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, gated_convolution, toeplitz_matmul
 from .toeplitz_fused import NO_GATE, Gate, is_response
+
+# What `ToeplitzOperator.kernel_of` returns: taps, a response, or several parts.
+Kernel = torch.Tensor | tuple
+
+
+class Pass(NamedTuple):
+    """What a forward pass of a model hands to a layer, besides the hidden states."""
+
+    mask: torch.Tensor | None = None  # (B, L), False at padding; None if there is none
+    cache: Cache | None = None  # holds the state after earlier tokens
+    documents: Documents | None = None  # of packed rows
+    layout: tuple | None = None  # how the sequence is divided over processes, see `parallel/sequence.py`
+    view: tuple | None = None  # the masks and rotary positions of attention, see `attention.view_of`
+    prepared: Kernel | None = None  # the kernel of the layer's operator for this length, if it is known already
+
+
+NO_PASS = Pass()
 
 
 class ToeplitzOperator(nn.Module):

@@ -18,8 +18,8 @@ import math
 import torch
 
 from .numerics import is_exported, is_exported_to_onnx
+from .position_encoder import RelativePositionEncoder
 from .tno import ToeplitzOperator
-from .tno_rpe import RelativePositionEncoder
 from .toeplitz import Pair, fit_lags, fit_taps, inverse_matrix_transform
 from .toeplitz_fused import complex_response
 

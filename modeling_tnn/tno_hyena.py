@@ -22,12 +22,11 @@ from torch import nn
 from transformers import initialization as init
 
 from .extensions import extensions
-from .inputs import Kernel
 from .numerics import by_parts, compute_dtype, is_exported
 from .packing import Documents
+from .position_encoder import CastingLinear
 from .recurrence import DecodingState, FilterRecurrence
-from .tno import ToeplitzOperator, kernel_arguments, require_causal
-from .tno_rpe import CastingLinear
+from .tno import Kernel, ToeplitzOperator, kernel_arguments, require_causal
 from .toeplitz import fit_lags, fit_taps
 
 # The part of a filter that does not decay.

@@ -32,7 +32,6 @@ from transformers import initialization as init
 
 from .configuration_tnn import DIRECTIONS
 from .extensions import extensions
-from .inputs import Kernel
 from .numerics import (
     compute_dtype,
     float64_or_widest,
@@ -42,7 +41,7 @@ from .numerics import (
     is_transformed,
     next_fast_len,
 )
-from .tno import ToeplitzOperator
+from .tno import Kernel, ToeplitzOperator
 from .tno_rpe import fading
 from .toeplitz import dense_toeplitz, exported_convolution, fit_lags, toeplitz_matmul
 

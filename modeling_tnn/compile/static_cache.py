@@ -27,12 +27,12 @@ import torch
 from torch import nn
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
+from ..attention import mask_of
 from ..cache_tnn import TnnCacheLayer, cache_of, check_cache, is_toeplitz, past_length
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
 from ..history import ROOM, HistoryBuffer, aligned
 from ..inputs import token_positions
-from ..mixers import mask_of
 from ..numerics import is_on_host, is_traced
 from ..recurrence import DecodingState, FilterRecurrence, Recurrence, attach, prefill
 from ..tno_rtf import PATROL, CompanionRecurrence, end_block

@@ -24,7 +24,7 @@ from transformers.utils import is_triton_available
 from transformers.utils.generic import maybe_autocast
 
 from ..extensions import extensions
-from ..mixers import is_plain_linear
+from ..linear import is_plain_linear
 from ..numerics import compute_dtype, is_fused, is_on_host, is_traced
 from ..toeplitz_fused import differentiable_gradients, must_differentiate
 from .fallback import attempt, runs_on

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from modeling_tnn.compile.regions import compile_regions
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.kernels.loss import linear_cross_entropy
-from modeling_tnn.mixers import is_plain_linear
+from modeling_tnn.linear import is_plain_linear
 from tnn_programs.cli.training_arguments import PretrainArguments
 
 logger = logging.getLogger("pretrain")

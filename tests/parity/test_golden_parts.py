@@ -10,8 +10,9 @@ from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.modeling_tnn import TnnBlock, TnnGatedLinearUnit
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.original.names import heads_together
+from modeling_tnn.position_encoder import RelativePositionEncoder
 from modeling_tnn.tno_fd import FdOperator
-from modeling_tnn.tno_rpe import RelativePositionEncoder, RpeOperator
+from modeling_tnn.tno_rpe import RpeOperator
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 
 KERNEL_ACTIVATIONS = {

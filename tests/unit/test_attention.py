@@ -10,8 +10,8 @@ from helpers.hybrids import DIRECTIONS, HEADS, HYBRIDS, ROPE, attention_by_defin
 from helpers.mixers import MIXED, MixerTests
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn.attention import view_of
 from modeling_tnn.inputs import token_positions
-from modeling_tnn.mixers import view_of
 from modeling_tnn.plotting.reading import read_model
 from modeling_tnn.tno import Pass
 from tnn_programs.cli.parser import load_config, parse_overrides

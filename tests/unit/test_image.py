@@ -10,8 +10,8 @@ from helpers.operators import random_input, random_operator
 from modeling_tnn import TnnForImageClassification, TnnForSequenceClassification, TnnModel, numerics
 from modeling_tnn.inputs import token_positions
 from modeling_tnn.norms import BatchNorm, SimpleRMSNorm
+from modeling_tnn.position_encoder import sinusoidal_embedding
 from modeling_tnn.tno_auto import COMBINATIONS
-from modeling_tnn.tno_rpe import sinusoidal_embedding
 
 
 def released_forward(model, pixels):

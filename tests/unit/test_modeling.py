@@ -19,7 +19,7 @@ from helpers.models import (
     tiny_config,
 )
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.mixers import apply_channel_major
+from modeling_tnn.linear import apply_channel_major
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate
 

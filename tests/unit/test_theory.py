@@ -15,8 +15,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from helpers.models import random, relative_error, seeded, tiny_config, two_sided
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
+from modeling_tnn.position_encoder import RelativePositionEncoder
 from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_rpe import RelativePositionEncoder
 from modeling_tnn.tno_rtf import companion_matrix, monic
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
