@@ -74,6 +74,14 @@ def test_examples_run(documents, tmp_path):
     assert all(line in done.stdout for line in expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted((PAGES / "notebooks").glob("*.py")), ids=lambda path: path.stem)
+def test_notebooks_run(notebook, tmp_path):
+    """Their assertions hold."""
+    environment = os.environ | {"MAX_STEPS": "2", "MPLBACKEND": "Agg"}
+    processes.run([sys.executable, notebook], check=True, cwd=tmp_path, env=environment)
+
+
 def commands(document: str) -> list[list[str]]:
     """The commands of `tnn` and of the programs, as words; comments and continued lines are put right."""
     lines = "\n".join(blocks(document, "bash")).replace("\\\n", " ").splitlines()

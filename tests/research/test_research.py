@@ -1,8 +1,9 @@
-"""Programs of `docs/research`, each run once, as a toy: benchmarks, fits by gradients, first kernels, DNA."""
+"""Programs of `docs/research`, each run once, as a toy."""
 
 import json
 import re
 import runpy
+import subprocess
 import sys
 from argparse import Namespace
 from importlib import import_module
@@ -10,6 +11,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from helpers.models import tiny_config
@@ -113,3 +115,26 @@ def test_dna(tmp_path):
     lines = import_module("dna").markov(Namespace(train_file=str(tmp_path / "a.fa"), block_size=20))
     assert lines[0] == "order 0: 2.0000 bits per base"
     assert all(re.fullmatch(rf"order {order}: 0.0\d+ bits per base", lines[order]) for order in (1, 2))
+
+
+def test_experiments_for_a_gpu(tmp_path):
+    """Each kind runs once; what has figures is left out the second time."""
+    rows = [" ".join(f"word{(17 * i + j) % 97}" for j in range(300)) for i in range(12)]
+    for split in ("train", "validation"):
+        Dataset.from_dict({"text": rows}).to_parquet(tmp_path / f"{split}.parquet")
+    reviews = Dataset.from_dict({"text": rows, "label": [0, 1] * 6})
+    for split in ("train", "test"):
+        reviews.to_parquet(tmp_path / "lra" / "imdb" / f"{split}.parquet")
+    (tmp_path / "lra" / "README.md").write_text("---\nconfigs:\n- {config_name: imdb, data_dir: imdb}\n---\n")
+    names = ["lm-hybrid-1e-3", "lm-mamba2-1e-3", "copying-64", "fd-speed", "long-range"]
+    names += ["state-size", "lra-listops", "lra-text"]
+    command = [sys.executable, ROOT / "docs" / "research" / "gpu.py", "--quick", "--minutes", "60", "--text", tmp_path]
+    command += ["--output_dir", tmp_path / "out", "--lra", tmp_path / "lra", "--only", *names]
+    for attempt in range(2):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("was there") == len(names) * attempt
+    records = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in names}
+    assert all(records[name]["figures"]["steps"] == 2 for name in names[:2])
+    assert records["copying-64"]["figures"]["rows"] and records["fd-speed"]["figures"]["rows"]
+    assert records["fd-speed"]["quick"] and records["fd-speed"]["device"] == "cpu"

@@ -21,6 +21,7 @@ from modeling_tnn.tno_rtf import companion_matrix, monic
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
 theory = import_module("theory")
+pytestmark = pytest.mark.slow
 
 
 def test_nystroem_is_the_interpolation_with_the_kernel_itself():
