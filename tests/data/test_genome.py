@@ -16,7 +16,6 @@ from helpers.scripts import assert_same_weights, read, run, run_script, words, w
 from modeling_tnn.data.dna import dna_tokenizer, reverse_complement
 from modeling_tnn.data.genome import (
     GenomeStream,
-    build_genome_streams,
     read_fasta,
     read_regions,
     split_windows,
@@ -24,6 +23,7 @@ from modeling_tnn.data.genome import (
     windows_of,
 )
 from tnn_programs.cli.text_files import is_fasta
+from tnn_programs.data.genome import build_genome_streams
 
 bgzf = pytest.importorskip("Bio.bgzf")
 DRAWN = np.random.default_rng(0).choice(list("ACGT"), 3000)

@@ -10,8 +10,8 @@ from datasets import Dataset, IterableDataset
 from helpers.models import slow
 from helpers.programs import unlike
 from helpers.scripts import SENTENCES, assert_same_weights, at_call, read, run_ranks, run_script, words, write_config
-from modeling_tnn.data import streaming
 from modeling_tnn.data.text import tokenize, train_tokenizer
+from tnn_programs.data import streaming
 from tnn_programs.data.mixture import MixedRows, Mixture, open_source
 from tnn_programs.data.streaming import TextStream, hold_out
 from tnn_programs.training.accelerate_loop import Pretraining

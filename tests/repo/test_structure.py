@@ -31,7 +31,7 @@ ORDER = {
         {"compile", "parallel", "tools"},
         {"original", "plotting", "serving"},
     ],
-    PROGRAMS: [{"cli"}, {"data"}, {"training", "serving"}, {"benchmarks"}],
+    PROGRAMS: [{"cli"}, {"data", "serving"}, {"training"}, {"benchmarks"}],
 }
 # Files that need more than torch, transformers, huggingface_hub and safetensors, and what they need.
 EXTRAS = {

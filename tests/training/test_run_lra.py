@@ -22,9 +22,9 @@ from helpers.models import relative_error, seeded, tiny_config
 from helpers.programs import parse
 from helpers.scripts import ROOT, read, run
 from modeling_tnn import TnnConfig
-from modeling_tnn.data import lra, pathfinder
 from modeling_tnn.tools.sequence_pairs import ModernBertForSequencePairClassification, TnnForSequencePairClassification
 from tnn_programs.cli.declared import training_options
+from tnn_programs.data import lra, pathfinder
 from tnn_programs.data.lra import TASKS, byte_tokenizer, encode_split, load_task
 from tnn_programs.run_lra import LraArguments
 from tnn_programs.training import run_lra
