@@ -1,6 +1,6 @@
-"""Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, how
-the kernels of FD fall, the stable denominators of RTF, time and memory by state size, of classifiers by length and
-of a training step on a GPU, how small language models learn, and a forecast.
+"""Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, the
+folders of both packages, how the kernels of FD fall, the stable denominators of RTF, time and memory by state size, of
+classifiers by length and of a training step on a GPU, how small language models learn, and a forecast.
 
 Example:
     python docs/research/draw.py
@@ -8,6 +8,8 @@ Example:
 
 import ast
 import json
+from collections import Counter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import matplotlib
@@ -153,6 +155,67 @@ def draw_architecture():
     axes.set(xlim=(0, 1), ylim=(-0.5, max(floors) + 0.5))
     axes.axis("off")
     save(figure, "architecture")
+
+
+# The packages from the ground: a row has folders that do not import each other.
+ROWS = [
+    ["modeling_tnn"],
+    ["kernels", "data"],
+    ["compile", "parallel", "tools"],
+    ["original", "plotting", "serving"],
+    ["cli"],
+    ["data", "serving"],
+    ["training"],
+    ["benchmarks"],
+    ["programs"],
+]
+PROGRAMS = 4  # the first row of the programs
+
+
+def room_of(module: str) -> tuple[str, int]:
+    """The name and the row of the folder that a module stands in; flat files are `modeling_tnn` or `programs`."""
+    package, *parts = module.split(".")
+    rows = range(PROGRAMS) if package == "modeling_tnn" else range(PROGRAMS, len(ROWS))
+    flat = "modeling_tnn" if package == "modeling_tnn" else "programs"
+    return next((name, row) for name in (*parts[:1], flat) for row in rows if name in ROWS[row])
+
+
+def room_imports() -> Counter:
+    """The numbers of imports from one folder to another, those inside functions included."""
+    found = Counter()
+    for package, folder in (("modeling_tnn", PACKAGE), ("tnn_programs", PACKAGE.parent / "scripts")):
+        for path in folder.rglob("*.py"):
+            module = ".".join([package, *path.relative_to(folder).with_suffix("").parts])
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and path.parent / path.stem != PACKAGE / "__init__":
+                    base = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
+                    name = f"{base}.{node.names[0].name}" if base.count(".") < 1 else base
+                    if base.startswith(("modeling_tnn", "tnn_programs")) and room_of(name) != room_of(module):
+                        found[room_of(module), room_of(name)] += 1
+    return found
+
+
+def draw_packages():
+    """A box for each folder, the lowest at the bottom; lines are as thick as imports are many, upward ones red."""
+    places = {
+        (name, row): ((i + 1) / (len(names) + 1), row)
+        for row, names in enumerate(ROWS)
+        for i, name in enumerate(names)
+    }
+    figure, axes = pyplot.subplots(figsize=(9, 7), layout="constrained")
+    for (start, end), number in room_imports().items():
+        color = "#9ecae1" if start[1] > end[1] else "#de2d26"
+        axes.plot(*zip(places[start], places[end], strict=True), color=color, linewidth=0.5 + number / 12, zorder=1)
+    for (name, row), place in places.items():
+        edge = "#3182bd" if row < PROGRAMS else "#e6550d"
+        box = {"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": edge}
+        axes.text(*place, name, ha="center", va="center", fontsize=11, family="monospace", bbox=box, zorder=2)
+    axes.axhline(PROGRAMS - 0.5, color="gray", linewidth=0.8, linestyle="dashed")
+    for row, name in ((PROGRAMS - 0.4, "tnn_programs"), (PROGRAMS - 0.7, "modeling_tnn")):
+        axes.text(0.01, row, name, fontsize=10, color="dimgray", family="monospace")
+    axes.set(xlim=(0, 1), ylim=(-0.5, len(ROWS) - 0.5))
+    axes.axis("off")
+    save(figure, "packages")
 
 
 def draw_decay():
@@ -335,6 +398,7 @@ def main():
     draw_circulant()
     draw_gate()
     draw_architecture()
+    draw_packages()
     draw_decay()
     draw_stable_region()
     draw_state_size()
