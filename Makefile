@@ -5,8 +5,12 @@ VENV ?= .venv
 PIP_ARGS ?=
 CONSTRAINTS ?= .ci/constraints.txt
 DEMO_ARGS ?=
-# Processes that run tests.
+# Processes that run tests, and how they do.
 WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL = -n $(WORKERS) --dist worksteal
+# Parts of `make test-slow`: PARTS="images triton" runs two of them.
+PARTS ?= slow thorough images $(if $(filter Linux,$(shell uname)),triton)
 AUDIT_ARGS ?=
 RELEASE_ARGS ?=
 BIN := $(VENV)/bin
@@ -14,11 +18,11 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-browser test-triton test-gpu test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs pictures notebooks dist release-check audit clean
+.PHONY: demo test test-slow .slow .thorough .images .triton test-hf test-gpu test-oldest test-newest lint format docs pictures notebooks dist release-check audit clean
 
 # Tests of the Hub have a server of their own, on this machine.
-test test-slow test-exhaustive test-hf: export HF_HUB_OFFLINE = 0
-# A file whose tests are all skipped is an error, but for those that tests/conftest.py names.
+test .slow test-hf: export HF_HUB_OFFLINE = 0
+# A file whose tests are all skipped is an error, but for those that tests/helpers/every_file.py names.
 test: export EVERY_FILE_RUNS = 1
 
 # Again and again into its own folder, but over no model in another one.
@@ -26,40 +30,38 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py $(if $(findstring --output_dir,$(DEMO_ARGS)),,--overwrite_output_dir) $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+	$(PYTEST) $(PARALLEL) $(TEST_ARGS)
 
-# What takes seconds each: several processes, whole runs that are broken off, very long sequences, more operators.
-test-slow: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not exhaustive" $(TEST_ARGS)
+# What takes seconds each or needs more packages.
+test-slow: $(PARTS:%=.%)
 
-# More values of what the usual tests check, and twenty times as many random examples.
-test-exhaustive: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive $(TEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile thorough tests/properties/test_properties.py tests/properties/test_stability.py tests/properties/test_fuzz.py
+# Chromium, which the page is tested in, is the system's: `apt-get install chromium`.
+.slow: $(VENV)/.dev $(VENV)/.browser
+	$(PYTEST) $(PARALLEL) -m slow $(TEST_ARGS)
 
-# The page in Chromium, which the system must have: `apt-get install chromium`.
-test-browser: $(VENV)/.dev $(VENV)/.browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scripts/test_page_in_browser.py $(TEST_ARGS)
-
-# The Triton kernels: first in Triton's interpreter against the product by definition, then compiled for GPUs that need
-# not be here.
-test-triton: $(VENV)/.dev $(VENV)/.gpu
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/unit/test_toeplitz_triton.py tests/unit/test_loss_triton.py $(TEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_triton_compiles.py $(TEST_ARGS)
-
-# What only a GPU can prove, on a machine that has one: less than eight minutes.
-test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/gpu $(TEST_ARGS)
+# Twenty times as many random examples.
+.thorough: $(VENV)/.dev
+	$(PYTEST) $(PARALLEL) --hypothesis-profile thorough tests/properties $(TEST_ARGS)
 
 # DeiT's augmentation by timm, which stands in a folder of its own with torchvision: the registry has torchvision for
 # CUDA alone, and beside a PyTorch for CPUs transformers could not be imported.
-test-images: $(VENV)/.dev $(VENV)/images
-	PYTHONPATH=$(VENV)/images OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p helpers.torchvision_import tests/scripts/test_run_image_classification.py -m "not exhaustive" $(TEST_ARGS)
+.images: $(VENV)/.dev $(VENV)/images
+	PYTHONPATH=$(VENV)/images $(PYTEST) -p helpers.torchvision_import -m "" tests/training/test_run_image_classification.py $(TEST_ARGS)
+
+# The Triton kernels: first in Triton's interpreter against the product by definition, then compiled for GPUs that need
+# not be here.
+.triton: $(VENV)/.dev $(VENV)/.gpu
+	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) tests/unit/test_toeplitz_triton.py tests/unit/test_loss_triton.py $(TEST_ARGS)
+	$(PYTEST) tests/unit/test_triton_compiles.py $(TEST_ARGS)
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev
 	$(BIN)/python tests/hf/upstream/fetch.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -c tests/hf/upstream/pytest.ini tests/hf/upstream $(TEST_ARGS)
+	$(PYTEST) $(PARALLEL) -c tests/hf/upstream/pytest.ini tests/hf/upstream $(TEST_ARGS)
+
+# What only a GPU can prove, on a machine that has one: less than eight minutes.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/gpu $(TEST_ARGS)
 
 # The usual tests with the oldest releases that pyproject.toml allows, and with the newest there are.
 test-oldest:

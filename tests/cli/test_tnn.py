@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoConfig
 
 from helpers import processes
-from helpers.models import exhaustive, slow
+from helpers.models import slow
 from helpers.scripts import program, run, save_model, write_config, write_text
 from tnn_programs import presets
 from tnn_programs.cli.commands import COMMANDS, next_steps
@@ -269,7 +269,7 @@ def test_demo(trained):
     assert trained[1] == []
 
 
-@pytest.mark.parametrize("program", exhaustive("evaluate_lm", "pretrain", "generate"))
+@pytest.mark.parametrize("program", slow("evaluate_lm", "pretrain", "generate"))
 def test_programs(program, trained, tmp_path):
     text, model = trained[0] / "text.txt", f"--model_name_or_path {trained[0]}/demo"
     options = {

@@ -77,14 +77,9 @@ def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
 UNALIGNED = 3e-6
 
 
-def slow(*values, mark=pytest.mark.slow) -> list:
+def slow(*values) -> list:
     """Parameters that `make test-slow` adds to those of the usual tests."""
-    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]
-
-
-def exhaustive(*values) -> list:
-    """Parameters that `make test-exhaustive` adds to those of the usual tests."""
-    return slow(*values, mark=pytest.mark.exhaustive)
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.slow) for one in values]
 
 
 def seeded(build, *args, **kwargs):

@@ -10,7 +10,7 @@ from torch.export import Dim
 
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
-from helpers.models import VALUES, VARIANTS, exhaustive, relative_error, seeded, slow, tiny_config, values_with_gaps
+from helpers.models import VALUES, VARIANTS, relative_error, seeded, slow, tiny_config, values_with_gaps
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnModel
 from modeling_tnn.tno_rtf import extend_kernel, kernel_of_any_length, rational_kernel
 from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
@@ -76,10 +76,8 @@ def check_program(run, model, mask: bool = False):
 @pytest.mark.parametrize(
     "fields, kind, mask",
     [(MIXED["hyena"], "range", True)]
-    + slow(*((fields, kind, False) for fields, kind in zip(OPERATORS[:3], NAMES, strict=True)))
-    + slow(*((fields, "range", True) for fields in OPERATORS))
-    + exhaustive(*((fields, "range", True) for fields in OPTIONS))
-    + exhaustive(*((fields, kind, False) for fields in OPERATORS for kind in NAMES)),
+    + slow(*((fields, "range", True) for fields in OPERATORS + OPTIONS))
+    + slow(*((fields, kind, False) for fields in OPERATORS for kind in NAMES)),
 )
 def test_one_program_for_all_lengths(fields, kind, mask):
     model = language_model(**fields)
@@ -143,7 +141,7 @@ def test_images():
         assert relative_error(program(pixel_values=images)[0], model(images)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("fields", [pytest.param(OPERATORS[-1], marks=pytest.mark.slow), *exhaustive(*OPERATORS[:-1])])
+@pytest.mark.parametrize("fields", slow(*OPERATORS))
 def test_onnx(fields, tmp_path):
     """In onnxruntime."""
     model, inputs = language_model(**fields), batch(3, 11, mask=True)

@@ -10,7 +10,7 @@ from torch.export import Dim
 from helpers import processes
 from helpers.ecosystem import Matrix, first_output
 from helpers.hybrids import HYBRIDS
-from helpers.models import BIDIRECTIONAL, VARIANTS, exhaustive, relative_error, seeded, slow, tiny_config
+from helpers.models import BIDIRECTIONAL, VARIANTS, relative_error, seeded, slow, tiny_config
 from modeling_tnn import DecodingStep, TnnForCausalLM, TnnForMaskedLM, TnnModel, keep_products
 from modeling_tnn.compile.product import keeps_products
 
@@ -64,7 +64,7 @@ def test_onnx_encoder(head, tmp_path):
     check_encoder(type(program).from_pretrained(tmp_path / "onnx"), model, (1, 2), (2, 17), (4, 130))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
 def test_onnx_encoder_of_every_operator(tno_type):
     model = seeded(TnnForMaskedLM, tiny_config(tno_type, False))
@@ -79,7 +79,7 @@ def test_no_complex_number_is_repeated():
     assert repeated and not any(node.meta["val"].is_complex() for node in repeated)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @heads(TnnForMaskedLM)
 def test_executorch_encoder(head):
     model = seeded(head, tiny_config(causal=False))
@@ -140,7 +140,7 @@ def test_onnx_decoding_step(head, tno_type):
     check_step(program, model, single(step.empty(3)), 40)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @heads(TnnForCausalLM)
 @pytest.mark.parametrize("tno_type", RECURRENT)
 def test_executorch_decoding_step(head, tno_type):
@@ -168,7 +168,6 @@ def test_matrix_of_the_page():
 
 
 FEW = [("rpe", True, False)]
-SLOW = [("rtf", True, True), ("ski", False, False)]
 ALL = [(*variant, strict) for variant in VARIANTS for strict in (False, True)]
 
 
@@ -202,7 +201,7 @@ def check(run, model, lengths, packed: bool = False):
 
 @pytest.mark.parametrize(
     ("tno_type", "causal", "strict"),
-    [*FEW, *slow(*SLOW), *exhaustive(*(case for case in ALL if case not in FEW + SLOW))],
+    [*FEW, *slow(*(case for case in ALL if case not in FEW))],
 )
 def test_one_node_for_each_product(tno_type, causal, strict):
     """SKI has two products in a layer. One program for all batches and lengths, and one of packed rows."""

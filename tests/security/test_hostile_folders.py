@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from helpers.models import exhaustive
+from helpers.models import slow
 from helpers.scripts import run_script, save_model, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from tnn_programs.serving.writing import load_served
@@ -120,7 +120,7 @@ def offline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.mark.parametrize("count", [8, *exhaustive(3000)])
+@pytest.mark.parametrize("count", [8, *slow(3000)])
 def test_any_files(count, saved, tmp_path, monkeypatch, capsys):
     for seed in range(count):
         chance, folder = random.Random(seed), tmp_path / f"folder{seed}"

@@ -1,4 +1,4 @@
-"""The page in Chromium, as its users see it; `make test-browser` installs what that needs."""
+"""The page in Chromium, as its users see it; `make test-slow` installs what that needs."""
 
 import re
 import shutil
@@ -19,10 +19,10 @@ from tnn_programs.serving.engine import Engine
 from tnn_programs.serving.page import Writer, build_page
 from tnn_programs.serving.writing import load_served
 
-pytest.importorskip("gradio", reason="the page needs Gradio: make test-browser")
-httpx = pytest.importorskip("httpx", reason="Gradio brings it: make test-browser")
-sync_api = pytest.importorskip("playwright.sync_api", reason="the browser needs Playwright: make test-browser")
-expect = sync_api.expect
+pytest.importorskip("gradio", reason="the page needs Gradio: make test-slow")
+httpx = pytest.importorskip("httpx", reason="Gradio brings it: make test-slow")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the browser needs Playwright: make test-slow")
+expect, pytestmark = sync_api.expect, pytest.mark.slow
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
     pytest.skip("there is no Chromium on this machine", allow_module_level=True)

@@ -33,7 +33,7 @@ CLASSES = ["vertical", "horizontal", "diagonal"]
 TINY = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,rpe_dim=8"
 TINY += ",image_size=24,patch_size=4,max_position_embeddings=36"
 SIDE = 16
-timm = pytest.mark.skipif(find_spec("timm") is None, reason="make test-images has timm")
+timm = pytest.mark.skipif(find_spec("timm") is None, reason="make test-slow PARTS=images has timm")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The loss by its Triton kernel against the loss with all logits, in Triton's interpreter or on a GPU.
 
-`make test-triton` runs these in the interpreter. On a machine with a GPU, `pytest tests/unit/test_loss_triton.py` runs
+`make test-slow` runs these in the interpreter. On a machine with a GPU, `pytest tests/unit/test_loss_triton.py` runs
 them there, also in bfloat16.
 """
 
@@ -12,10 +12,10 @@ from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
 from modeling_tnn.kernels import fallback, loss
 from modeling_tnn.kernels.loss import eager_loss, find_kernel, linear_cross_entropy
 
-triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
+triton = pytest.importorskip("triton", reason="needs the package triton: `make test-slow` installs it")
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 if DEVICE == "cuda" and not torch.cuda.is_available():
-    pytest.skip("needs TRITON_INTERPRET=1 (see `make test-triton`) or a GPU", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1 (see `make test-slow`) or a GPU", allow_module_level=True)
 
 from modeling_tnn.kernels import loss_triton  # noqa: E402 - it needs triton
 

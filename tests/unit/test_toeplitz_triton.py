@@ -1,6 +1,6 @@
 """The Triton product against the product by definition, in Triton's interpreter or on a GPU.
 
-`make test-triton` runs these in the interpreter, which has no right products of bfloat16. On a machine with a GPU,
+`make test-slow` runs these in the interpreter, which has no right products of bfloat16. On a machine with a GPU,
 `pytest tests/unit/test_toeplitz_triton.py` runs them there.
 """
 
@@ -16,10 +16,10 @@ from modeling_tnn.kernels import fallback
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import NO_GATE, Gate
 
-triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
+triton = pytest.importorskip("triton", reason="needs the package triton: `make test-slow` installs it")
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 if DEVICE == "cuda" and not torch.cuda.is_available():
-    pytest.skip("needs TRITON_INTERPRET=1 (see `make test-triton`) or a GPU", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1 (see `make test-slow`) or a GPU", allow_module_level=True)
 
 from modeling_tnn.kernels import choice  # noqa: E402 - it needs triton
 from modeling_tnn.kernels import triton as toeplitz_triton  # noqa: E402 - as above

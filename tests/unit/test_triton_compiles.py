@@ -1,6 +1,6 @@
 """The Triton kernels compile for GPUs that are not here: memory, registers, and instructions of the tensor cores.
 
-`make test-triton` runs these. Nothing is executed: Triton brings NVIDIA's assembler with it.
+`make test-slow` runs these. Nothing is executed: Triton brings NVIDIA's assembler with it.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
+triton = pytest.importorskip("triton", reason="needs the package triton: `make test-slow` installs it")
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile", allow_module_level=True)
 
