@@ -106,7 +106,7 @@ def check_readme(name: str, hub: bool):
 
 
 def dependencies() -> str:
-    """What the newest environment has, as lines of requirements, with the versions that PyPI knows."""
+    """Return the packages of the newest environment as requirements, with the versions that PyPI knows."""
     frozen = run(python_of("newest"), *PIP, "freeze", "--exclude", "modeling-tnn", cwd=WORK)
     return re.sub(r"\+\w+$", "", frozen, flags=re.MULTILINE)
 

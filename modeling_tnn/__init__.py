@@ -74,7 +74,7 @@ _LATER = {
     "tools.poles": ["PoleCallback", "find_unstable", "project_poles"],
 }
 
-# What registers functions with the core, see `extensions.py`. `compile` has more, imported here already.
+# Modules that register functions with the core, see `extensions.py`. `compile` has more, imported here already.
 extensions.modules = [
     f"{__name__}.{name}"
     for name in (

@@ -340,13 +340,13 @@ class CompanionRecurrence(Recurrence):
 
     @cached_property
     def coefficients(self) -> tuple[torch.Tensor, ...]:
-        """What `next_value` reads of the operator: a and c for the lags N .. 1, `(D, N)` each, and k_0 `(D,)`."""
+        """Coefficients that `next_value` reads: a and c for the lags N .. 1, `(D, N)` each, and k_0 `(D,)`."""
         *parts, direct = self._form
         return *(part.flip(1).contiguous() for part in parts), direct
 
     @cached_property
     def _block(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a block reads of c and a, for both sums of (4).
+        """Coefficients c and a of a block, for both sums of (4).
 
         `(D, 2H, N)` for the values before it at each of its tokens, and `(H-1, 2, D)` for the lags 1 .. H - 1.
         """

@@ -256,7 +256,7 @@ def transform_dtype(kernel: torch.Tensor, windows: Windows) -> torch.dtype:
 
 
 def rise(kernel: torch.Tensor, first: int) -> float:
-    """How much larger the taps of a channel become than those at the first lags; 1 where that is not known.
+    """Ratio of a channel's largest tap to those at the first lags; 1 if unknown.
 
     It is known for taps `(D, K)` on the CPU. Of each channel 64 taps or more are read, the last one among them, so it
     costs less than 1% of the product.

@@ -50,7 +50,7 @@ class Gpu(Benchmark):
     output_dir: Path = Path("outputs/gpu")
     quick: bool = option(False, "Tiny sizes, in less than a minute on a CPU.")
     parts: list[Literal[*PARTS]] = option([*PARTS], "Parts to run.")
-    minutes: float = option(9.5, "Nothing more is measured after so many minutes.")
+    minutes: float = option(9.5, "Measure nothing more after this number of minutes.")
 
 
 # Each is a module of `benchmarks/` with `run` and `table`.

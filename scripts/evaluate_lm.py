@@ -47,8 +47,8 @@ class EvaluateArguments:
     text_column: str = "text"
     documents: str | None = None
     lengths: list[int] = option([512, 1024, 2048, 4096, 8192, 14336])
-    stride: int | None = option(None, "Also evaluate with rows that begin every so many tokens.")
-    max_tokens: int | None = option(None, "Read only the first so many tokens of the text.")
+    stride: int | None = option(None, "Also evaluate with rows that begin every N tokens.")
+    max_tokens: int | None = option(None, "Read only the first N tokens of the text.")
     tokens_per_pass: int = option(4096, "Tokens in a forward pass; limits memory.")
     dtype: str = "auto"
     device: str | None = None

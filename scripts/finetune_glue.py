@@ -46,13 +46,13 @@ class GlueArguments(GroupArguments):
     sentence2_key: str | None = option(None, "Column with the second sentences of pairs.")
     label_key: str = option("label", "Column of the files with the labels.")
     class_weights: str | None = option(None, "balanced: rare classes count as much as frequent ones in the loss.")
-    early_stopping_patience: int | None = option(None, "Stop after so many evaluations without a better main metric; "
+    early_stopping_patience: int | None = option(None, "Stop after N evaluations without a better main metric; "
                                                  "the best model is kept.")  # fmt: skip
     max_seq_length: int = option(128, "Longer texts are cut.")
     pad_to_max_length: bool = option(False, "Pad all texts to max_seq_length.")
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
-    max_predict_samples: int | None = option(None, "Predict the first so many rows.")
+    max_predict_samples: int | None = option(None, "Predict the first N rows.")
     from_scratch: bool = option(False, "Random weights instead of the trained ones.")
     ignore_mismatched_sizes: bool = option(False, "Draw a new head if the model is a classifier of other classes.")
     sweep: bool = option(False, "Train with each learning rate and seed; keep the best.")

@@ -88,7 +88,7 @@ class SyntheticArguments(ComparisonArguments):
         return TnnConfig(**shared | fields)
 
     def state_config(self, states: int) -> "TnnConfig":
-        """The configuration with so many states."""
+        """The configuration with this number of states."""
         names = ("rtf_initializer", "rtf_constraint")
         fields = {"tno_type": "rtf", "rtf_state_size": states, "s4d_state_size": states, "rtf_num_denominators": 1}
         fields |= {name: getattr(self, name) for name in names}

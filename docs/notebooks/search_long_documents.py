@@ -114,7 +114,7 @@ print(encoder)
 
 
 def scores() -> dict[int, dict[str, float]]:
-    """How good the search is among passages of each length."""
+    """Score the search among passages of each length."""
     found = {}
     for tokens in (TRAINED, READ):
         encoder.max_seq_length = tokens

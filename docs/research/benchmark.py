@@ -38,7 +38,7 @@ MODELS += ["gpt2", "llama", "mamba", "mamba2"]
 TNNS = ["rpe", "fd", "rtf", "modal", "rpe-no-decay", "hybrid", "attention"]
 COMPILED = [f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama")]
 
-# What each suite compares, and unless told.
+# Variants that each suite compares by default.
 WAYS = {
     "training": [f"{way}{precision}" for precision in ("", " bf16") for way in (*MODELS, "matmul", *COMPILED)],
     "memory": MODELS,

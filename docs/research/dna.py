@@ -184,7 +184,7 @@ def finetune(args: argparse.Namespace) -> list[str]:
 
 
 def random_weights() -> dict[str, torch.Tensor]:
-    """What training of HyenaDNA begins with, by its names."""
+    """Return HyenaDNA's initial weights by their names."""
     width, positions, features, units, hidden = 64, 128, 5, 64, 256
     times, turns = exponential_features(positions, features)
     found = {"embeddings.word_embeddings.weight": 0.02 * torch.randn(16, width)}

@@ -119,7 +119,7 @@ def table(name: str) -> str:
 
 
 def side(cells: tuple[str, ...]) -> str:
-    """Where a column stands: numbers on the right."""
+    """Return the alignment of a column: numbers on the right."""
     filled = [cell for cell in cells if cell]
     return "right" if 2 * sum(cell[0].isdigit() for cell in filled) > len(filled) else "left"
 
@@ -131,7 +131,7 @@ def keys_of(template: str) -> set[str]:
 
 
 def origin(figures: dict) -> list[str]:
-    """When, where and how the figures were measured, as paragraphs."""
+    """Return the date, machine and command of the figures as paragraphs."""
     seeds = " and ".join(map(str, figures.get("seeds", [])))
     parts = [
         figures.get("date", "") + (f" (commit {figures['commit']})" if "commit" in figures else ""),

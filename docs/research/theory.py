@@ -108,7 +108,7 @@ def norm(matrix: torch.Tensor) -> float:
 
 
 def fd_envelope(act: str, fd_input: str, lags: list[int], resolution: int = 8192, channels: int = 64) -> list[float]:
-    """How large the kernel of an untrained causal FD operator still is from some lags on, over its largest tap.
+    """Return the kernel of an untrained causal FD operator at each lag, relative to its largest tap.
 
     Of each channel, the largest tap from the lag to twice the lag; the median over the channels.
     """

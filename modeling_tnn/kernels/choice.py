@@ -22,14 +22,14 @@ logger = logging.get_logger(__name__)
 # product (measured on an H100: 0.96 to 1.47 times as fast as fused up to here, 0.38 to 0.84 beyond, for long inputs).
 MOST_TAPS_OF_FLOAT32 = 512
 
-# What the Triton kernels take: taps on both sides together, positions of all sequences (offsets in a channel have 32
+# Limits of the Triton kernels: taps on both sides together, positions of all sequences (offsets in a channel have 32
 # bits), and dtypes of inputs.
 MOST_TAPS, MOST_POSITIONS, DTYPES = 2**12, 2**25, (torch.float32, torch.bfloat16, torch.float16)
 MISSING = "needs the package triton, which is not installed (`pip install triton`, on Windows `triton-windows`)"
 
 
 def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) -> str:
-    """The product of `v` `(B, L, D)` with filters of so many `taps` in `dtype`: "eager", "fused" or "triton"."""
+    """The product of `v` `(B, L, D)` with filters of `taps` taps in `dtype`: "eager", "fused" or "triton"."""
     check_implementation(implementation)
     if implementation == "eager" or must_be_eager():
         return "eager"
@@ -47,14 +47,14 @@ def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) 
 
 
 def takes_taps(implementation: str, v: torch.Tensor, taps: int) -> bool:
-    """Whether the product of `v` with filters of so many `taps` is computed from taps, and not from a response."""
+    """Whether the product of `v` with filters of `taps` taps is computed from taps, and not from a response."""
     if extensions.keeps_products():  # the product is chosen when the graph runs, and taps serve all of them
         return implementation in ("auto", "triton") and not is_on_host(v)
     return choose(implementation, v, taps, compute_dtype(v.dtype)) == "triton"
 
 
 def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels cannot compute a product of `v` `(B, L, D)` with so many `taps` in `dtype`, or None."""
+    """Return why the Triton kernels refuse a product of `v` `(B, L, D)` with `taps` taps in `dtype`, or None."""
     if not is_triton_available():
         return MISSING
     if not runs_on(v.device):

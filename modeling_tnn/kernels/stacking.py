@@ -23,7 +23,7 @@ from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
 from ..tno_s4d import S4dOperator
 
-# Where PyTorch and transformers define activations, and what holds them.
+# Modules of PyTorch and transformers that define activations and their containers.
 ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
 ACTIVATIONS += ("transformers.activations",)
 
@@ -161,7 +161,7 @@ def are_alike(modules: Sequence[nn.Module]) -> bool:
 
 
 def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
-    """What two modules must share for their parameters to be stacked."""
+    """Return the properties of parameters that two modules must share to be stacked."""
     own = (*module._parameters.items(), *module._buffers.items())
     return {name: None if x is None else (x.shape, x.dtype, x.requires_grad, x.device) for name, x in own}
 

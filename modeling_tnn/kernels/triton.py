@@ -53,7 +53,7 @@ LARGE = (9, 10)
 # Columns at a time, entries of a window, warps and stages of the gradient of the taps, likewise.
 TAP_SIZES = {2: (64, 128, 4, 3), 4: (16, 128, 4, 3)}
 
-# How the tensor cores multiply operands of two bytes and of four: as three products, with an error of float32.
+# Input precision of the tensor cores by bytes: four bytes as three products, with an error of float32.
 PRECISION = {2: "tf32", 4: "tf32x3"}
 
 # Channels and positions of a program of the pointwise kernel, and numbers of one of the padding kernel.

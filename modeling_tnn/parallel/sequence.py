@@ -43,7 +43,7 @@ def slice_of(share: range) -> slice:
 
 
 class Layout(NamedTuple):
-    """How a sequence lies on the processes."""
+    """Placement of a sequence on the processes."""
 
     tokens: list[range]  # of each process
     mask: torch.Tensor | None  # (B, L) of booleans, False at padding

@@ -13,7 +13,7 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one row for a t
 
 
 class Request:
-    """What `BatchScheduler.submit` returns.
+    """A submitted request, as `BatchScheduler.submit` returns it.
 
     Attributes:
         tokens: the tokens written so far. An end-of-text token is among them, as in the output of `generate`.

@@ -100,7 +100,7 @@ class BatchScheduler:
             input_ids: the prompt, `(1, L)` or `(L,)`.
             seed: that of the random numbers of this text. `torch.manual_seed(seed)` before `generate` gives the same.
             client: who asks; clients have equal shares of the places.
-            logprobs: note the logarithm of the probability of each token, and so many likeliest ones.
+            logprobs: store the log probability of each token, and of this number of likeliest ones.
             prompt_logprobs: note it of the tokens of the prompt too.
             options: those of `generate` for greedy search and sampling, such as `max_new_tokens`, `do_sample`,
                 `stopping_criteria` and `streamer`. `stop_strings` are a `StopStringCriteria` among the criteria.

@@ -72,7 +72,7 @@ def stored_shapes(find: Callable[[str], str | None]) -> tuple[dict[str, torch.Si
 
 
 def check_weights(declared: dict[str, torch.Size], stored: dict[str, torch.Size], numbers: int, optional: tuple):
-    """Compare the names and shapes of a model with those of a checkpoint of so many numbers.
+    """Compare the names and shapes of a model with those of a checkpoint of `numbers` numbers.
 
     Parameters that it lacks are initialised. They must have fewer numbers than it has in all. If the model lacks some
     of the checkpoint too, and not only a head, the names are damaged or it is another model, and random weights would

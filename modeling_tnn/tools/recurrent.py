@@ -32,8 +32,8 @@ ORDERS = (8, 16, 32, 64, 128)
 SMALLEST_RADIUS, LARGEST_RADIUS = 1e-8, 1 - 1e-6
 # Largest number of fitted taps and of columns of the Hankel matrices, and smallest number of taps after the window.
 MOST_TAPS, MOST_COLUMNS, LEAST_TAPS = 4096, 600, 4
-# How far poles of a kernel that ends fade over the fitted taps, at least: exp(-4). How often as many further taps of a
-# fit are summed for the bound. The relative error at which a fit is taken for a kernel without a known end.
+# Minimum decay of the poles of a finite kernel over the fitted taps: exp(-4). Number of further taps summed for the
+# bound, in multiples of the fitted ones. Relative error at which a fit is accepted for a kernel without a known end.
 LEAST_FADING, FURTHER, EXACT = 4.0, 4, 1e-6
 
 

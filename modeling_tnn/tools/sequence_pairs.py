@@ -19,7 +19,7 @@ from ..modeling_tnn import TnnClassificationHead, TnnModel, TnnPreTrainedClassif
 
 
 class SequencePairClassification:
-    """What the classifiers of pairs share: the pass through `model` and `classifier`. A subclass pools (`pool`)."""
+    """Base class of the classifiers of pairs: the pass through `model` and `classifier`. A subclass pools (`pool`)."""
 
     reading = {}
 

@@ -36,7 +36,7 @@ def clock(args) -> float:
 
 
 def measure(ways: dict[str, Callable[[], None]], args, turns: int = 1) -> dict[str, list[float]]:
-    """The seconds of each variant in each of `args.repeats` rounds, or so many `turns`, after one for warm-up."""
+    """The seconds of each variant in each of `args.repeats` rounds, or `turns` rounds, after one for warm-up."""
     times = {name: [] for name in ways}
     for repeat in range(args.repeats * turns + 1):
         for name, run in ways.items():

@@ -1,4 +1,4 @@
-"""What modules declare, read from their source: names and fields of classes of libraries that take seconds to import.
+"""Names and fields that modules declare, read from their source, for libraries that take seconds to import.
 
 A command line is checked with these before anything is imported. They follow the installed releases. Programs that
 train with transformers' Trainer have the fields of its arguments as options.

@@ -24,7 +24,7 @@ for _imported in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_imported).setLevel(logging.ERROR)
 # These libraries log each attempt to reach the Hub, or a damaged file, and then raise an error that says the same.
 QUIET = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
-# How libraries that give no number say that a file cannot grow; the last two are torch.save's.
+# Messages of libraries without an error number when a file cannot grow; the last two are torch.save's.
 NO_SPACE = ("No space left", "Disk quota exceeded", "File too large", "unexpected pos", "failed writing file")
 
 

@@ -252,7 +252,7 @@ def naming(source: str | Path, part: str, patterns: tuple[str, ...]) -> Iterator
 
 
 def fault_of(file: Path) -> str:
-    """What is wrong with a file that must hold a JSON object, or an empty text."""
+    """Return the fault of a file that must hold a JSON object, or an empty string."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

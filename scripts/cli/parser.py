@@ -50,8 +50,8 @@ SECTIONS = {
         "text_column": "Column of the data that holds text.",
         "documents": "Where documents end: rows (at each row), lines (nowhere), headings (as in WikiText), or columns "
         "that identify one: book,chapter. Unless given: headings if there are some, lines for text files, else rows.",
-        "max_train_samples": "Train on the first so many rows.",
-        "max_eval_samples": "Evaluate on the first so many rows.",
+        "max_train_samples": "Train on the first N rows.",
+        "max_eval_samples": "Evaluate on the first N rows.",
         "block_size": "Tokens in a block of text; follows from max_position_embeddings unless given.",
         "mlm_probability": "Fraction of tokens to predict with --objective mlm.",
         "length": "Number of positions of a kernel or of a signal.",
@@ -91,9 +91,9 @@ SECTIONS = {
         "seed": "Seed of weights, order of the data, masks, dropout and sampling.",
         "sweep_learning_rates": "Learning rates to try; the best one is reported.",
         "seeds": "Train one model for each of these seeds; only --seed unless given.",
-        "eval_steps": "Evaluate every so many steps.",
-        "logging_steps": "Log loss, learning rate and speed every so many steps.",
-        "save_total_limit": "Keep only the newest so many checkpoints.",
+        "eval_steps": "Evaluate every N steps.",
+        "logging_steps": "Log loss, learning rate and speed every N steps.",
+        "save_total_limit": "Keep only the newest N checkpoints.",
         "ddp_timeout": "Seconds that a process waits for the others before the run ends.",
         "resume_from_checkpoint": "Continue from a checkpoint: latest (in the output folder), auto "
         "(latest if there is one), or a folder.",

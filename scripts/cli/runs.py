@@ -119,7 +119,7 @@ def continues(output_dir: Path, checkpoint: str | Path | None) -> bool:
 
 
 def describe_run(options: dict, config: "PreTrainedConfig", **further) -> dict:
-    """What a checkpoint must agree with: options that change the weights, the model, and what `further` names."""
+    """Return the run identity of a checkpoint: options that change the weights, the model, and `further`."""
     compared = {name: options[name] for name in COMPARED if name in options}
     model = {f"config.{name}": value for name, value in config.to_dict().items() if name not in NOT_COMPARED}
     return json.loads(json.dumps(compared | further | model))

@@ -1,4 +1,4 @@
-"""How texts are written unless their user says otherwise: the same in `tnn generate`, `chat`, `serve` and `api`."""
+"""Sampling defaults of `tnn generate`, `chat`, `serve` and `api`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -23,7 +23,7 @@ class WriterArguments:
 
 @dataclass
 class ServerArguments(WriterArguments):
-    """What a server gives its users, and where it is."""
+    """Options of a server: limits and address."""
 
     max_new_tokens: int = 1000
     max_batch_size: int = option(32, "Most texts that are written at the same time; others wait.")

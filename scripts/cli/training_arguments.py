@@ -54,13 +54,13 @@ AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed", "datal
 DEFAULT_BLOCKS = 8
 # The schedule of a learning rate that was given.
 DEFAULT_SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 0.1}
-# What a preset takes from its recipe.
+# Settings that a preset takes from its recipe.
 OF_RECIPE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps")
 
 
 @dataclass(kw_only=True)
 class GroupArguments:
-    """What parameters have other settings than the rest."""
+    """Options for parameter groups with their own optimizer settings."""
 
     operator_learning_rate: float | None = None
     operator_weight_decay: float | None = None
@@ -103,7 +103,7 @@ def parse_group(text: str) -> tuple[str, dict[str, float]]:
 
 @dataclass(kw_only=True)
 class GenomeArguments:
-    """How the windows of a FASTA file are chosen and read."""
+    """Options for the windows of a FASTA file."""
 
     regions: str | None = option(
         None,
@@ -200,11 +200,11 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     eval_steps: int | None = None
     max_eval_blocks: int | None = option(
         None,
-        "Evaluate on the first so many blocks only. With --streaming and no validation data, "
-        "so many blocks are held out; 100 unless given.",
+        "Evaluate on the first N blocks only. With --streaming and no validation data, "
+        "N blocks are held out; 100 unless given.",
     )
     logging_steps: int = 10
-    checkpointing_steps: int | None = option(None, "Write checkpoint-STEP every so many steps.")
+    checkpointing_steps: int | None = option(None, "Write checkpoint-STEP every N steps.")
     save_total_limit: int | None = None
     resume_from_checkpoint: str | None = None
     report_to: str = "none"
@@ -356,7 +356,7 @@ class PresetTraining:
 
     @property
     def source(self) -> str:
-        """Where the rate comes from, for a line of a program."""
+        """Source of the learning rate, for a line of a program."""
         if self.figures is not None:
             return f"measured for {self.name}, docs/research/figures/{self.figures}.json"
         return f"of the recipe {self.recipe}, after a paper; not measured here"
@@ -373,7 +373,7 @@ class PresetTraining:
 
 
 def training_of(args: PretrainArguments, config: "PreTrainedConfig") -> tuple[PresetTraining, str]:
-    """What a model like `config` was trained with, or else what the rule says, and where that comes from."""
+    """Return the training settings of a model like `config`, or else those of the rule, and their source."""
     preset, width = find_training(args.config_name), config.hidden_size
     fits = preset is not None and preset.learning_rate is not None and preset.kind == KIND[args.objective]
     if fits and load_config(args.config_name).hidden_size == width:
@@ -397,7 +397,7 @@ def find_training(config_name: str) -> PresetTraining | None:
 
 
 def rule_of(hidden_size: int, is_tnn: bool) -> PresetTraining:
-    """What the rule gives a model without a rate of its own: the rate falls with the width."""
+    """Return the rule's settings for a model without a learning rate: the rate falls with the width."""
     rule = _read("training.yaml")["rule"]
     rate = rule["learning_rate"] * rule["hidden_size"] / hidden_size * (1 if is_tnn else rule["other_models"])
     schedule = {name: rule[name] for name in ("lr_scheduler_type", "warmup_steps")}

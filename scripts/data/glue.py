@@ -116,7 +116,7 @@ def load_files(
     if "text" in kinds.values():
         raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {', '.join(files.values())}")
     splits = DatasetDict(train=load_file(train))
-    # What is text in training is text: in another file it may look like numbers.
+    # A column of text in training is read as text: in another file it may look like numbers.
     texts = {name: _text for name in splits["train"].column_names if is_text(splits["train"], name)}
     for split in [*files][1:]:
         splits[split] = load_file(files[split], **({"converters": texts} if kinds[split] == "csv" else {}))

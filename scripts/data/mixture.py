@@ -90,7 +90,7 @@ class Mixture:
             block += 1
 
     def rows_of(self, number: int, part: int, epoch: int = 0) -> IterableDataset:
-        """The rows of a source in a part: files in an order by seed and epoch, or every so many rows of one file."""
+        """The rows of a source in a part: files in an order by seed and epoch, or every n-th row of one file."""
         source, skipped = self.sources[number], self.skipped.get((number, part), 0)
         if source.num_shards < self.parts:
             source = source.reshard()  # row groups of parquet files
@@ -98,7 +98,7 @@ class Mixture:
         if whole:
             source = source.shard(self.parts, part, contiguous=False)
         if source.num_shards > 1:
-            # What is left out is at the beginning of the first order. One row is no buffer, which would be lost.
+            # Held-out rows are at the beginning of the first order. One row is no buffer, which would be lost.
             seed = np.random.SeedSequence((self.seed, part, 0 if skipped else epoch, number)).generate_state(1)[0]
             source = source.shuffle(int(seed), buffer_size=1, max_buffer_input_shards=1)
         if self.documents == "lines":
@@ -137,7 +137,7 @@ class Mixture:
             yield from ({"text": text} for text in texts)
 
     def describe(self) -> dict:
-        """What the order of the rows depends on, besides the seed."""
+        """Return the settings that the order of the rows depends on, besides the seed."""
         skipped = [f"{source}/{part}: {rows}" for (source, part), rows in sorted(self.skipped.items())]
         return {name: getattr(self, name) for name in ("names", "weights", "documents", "parts")} | {
             "held_out": skipped

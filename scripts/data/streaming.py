@@ -231,7 +231,7 @@ class StreamLoader:
 
 
 class _Pieces(torch.utils.data.IterableDataset):
-    """What one worker makes of each batch: the examples of its parts, and the states of windows that begin."""
+    """The share of one worker in each batch: the examples of its shards, and the states of windows that begin."""
 
     def __init__(self, stream: TextStream, *batches: int):
         self.stream, self.batches = stream, batches

@@ -64,7 +64,7 @@ class Engine:
 
 
 class Piece(NamedTuple):
-    """What a text has more than before: a string, and tokens by their places; why it has ended, if it has."""
+    """New text since the last call: a string, its tokens, and the reason for the end, if it has ended."""
 
     text: str
     tokens: slice
@@ -135,7 +135,7 @@ class Text(BaseStreamer, StoppingCriteria):
         return self.request.is_done
 
     def take(self) -> Piece:
-        """What has been added since the last call. What may be the beginning of a stop string is held back."""
+        """Return the text added since the last call. A possible beginning of a stop string is held back."""
         reason = self.request.reason  # read once: the engine may end the text at any time
         if reason is not None:
             if self._end is None:

@@ -138,7 +138,7 @@ def describe(model: PreTrainedModel) -> str:
 
 
 def build_settings(gr: ModuleType, most: int, usual: dict) -> list:
-    """Where a user chooses the settings of a text, in the order of `Writer.write`. Gradio refuses other values.
+    """Build the controls of the settings, in the order of `Writer.write`. Gradio refuses other values.
 
     `most` new tokens; `usual` options of `generate`.
     """

@@ -45,7 +45,7 @@ class Pieces:
             before = before.rstrip(INCOMPLETE)
         # Otherwise a byte that belongs to no character has undone those before it.
         piece = text.removeprefix(before) if text.startswith(before) else own
-        # Where its first byte stands in the context, that stays.
+        # Keep the first byte of an incomplete character in the context.
         self._context, self._new = self._context + self._new if own.endswith(INCOMPLETE) else self._new, []
         self._before = self._decode(self._context)
         return piece

@@ -108,13 +108,13 @@ def as_parts(given):
 
 
 class StreamOptions(Given):
-    """What a stream has besides the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class Body(Given):
-    """What completions and chats have in common."""
+    """Fields of both completions and chats."""
 
     model_config = ConfigDict(strict=True)
     model: str
@@ -178,7 +178,7 @@ class ChatBody(Body):
 
     @property
     def likeliest(self) -> int | None:
-        """How many likeliest tokens are told with each; None for no logarithms of probabilities."""
+        """Number of top tokens reported with each token; None for no log probabilities."""
         return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
     @property

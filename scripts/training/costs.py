@@ -1,4 +1,4 @@
-"""What training steps take: operations and peaks of devices, the blocks of a pass that fit into memory, dry runs.
+"""Costs of training steps: operations and peaks of devices, blocks that fit into memory, dry runs.
 
 A global batch in tokens gives a step of the optimizer the same blocks, and the same mean loss, for any number of them
 in a pass. So the largest that fits a GPU is taken. On other devices the number is small and fixed.

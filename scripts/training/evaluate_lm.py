@@ -36,7 +36,7 @@ def trained_length(folder: str, config) -> int | None:
 
 
 class Documents:
-    """Whose the scored tokens of a text are, all but the first of `count`.
+    """Documents of the scored tokens of a text, all but the first of `count`.
 
     Attributes:
         owners: the number of the document of each scored token, `(T-1,)`.

@@ -141,7 +141,7 @@ class Task:
         return np.array([found.get(int(output), -1) for output in outputs])
 
     def shown(self, logits: np.ndarray) -> list[str]:
-        """What is written of each row: the value, or the name of its class as in the data, or else as in the model."""
+        """Return each prediction as text: the value, or the name of its class, from the data or else the model."""
         if self.is_regression:
             return [f"{value:.3f}" for value in logits[:, 0]]
         names = self.config.id2label | dict(zip(self.outputs, self.data.label_names, strict=True))
@@ -384,7 +384,7 @@ def run_all(args: "GroupArguments", training: TrainingArguments) -> list[dict]:
         name = training.hub_model_id and training.hub_model_id + (f"-{folder.name}" if len(folders) > 1 else "")
         repository = open_repository(name, str(folder), training.hub_private_repo) if push else None
         summaries.append(summarize(task, (sweep if args.sweep else single)(task, local, folder)))
-        # What only reads a trained model leaves the table of its training.
+        # A run that only reads a trained model keeps the table of its training.
         trained = (folder / "training_args.json").is_file() and not (training.do_train or args.sweep)
         if main_process and not trained:
             write_json(output_dir / "results.json", summaries)

@@ -116,7 +116,7 @@ def rows_of_a_step(args: TrainingArguments) -> int:
 
 
 def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
-    """What a checkpoint must agree with: the labels of all rows, and options that change what is read of one."""
+    """Return the run identity of a checkpoint: the labels of all rows, and options that change how a row is read."""
     data = {"rows": len(labels), "labels": hashlib.sha256(json.dumps(list(labels)).encode()).hexdigest()[:16]}
     run = {"groups": trainer.groups, "batch": rows_of_a_step(trainer.args)} | options | data
     return describe_run(trainer.args.to_dict(), trainer.model.config, **run)

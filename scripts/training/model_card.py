@@ -129,7 +129,7 @@ def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
     """The size of the decoding state after texts of the trained length and of eight times as many tokens.
 
     A model that refuses longer texts than its filter has one row, for the longest.
-    A cache keeps the end of a prompt for `crop` until its free places are filled: so many tokens are decoded first.
+    A cache keeps the end of a prompt for `crop` until its free places are filled: as many tokens are decoded first.
     """
     rows, config, contexts = [], model.config, (length, 8 * length)
     if config.tno_type == "hyena" and config.hyena_filter_beyond == "error":

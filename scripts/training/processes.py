@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from modeling_tnn.tno import ToeplitzOperator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Where gloo says that a connection has ended or that nothing came, in the texts of plain RuntimeErrors.
+# Messages of gloo's RuntimeErrors when a connection has ended or timed out.
 OF_GLOO = ("gloo/transport", "[gloo]", "Connection closed by peer", "Connection reset by peer")
-# What the pickled table of a sharded checkpoint is made of, besides dtypes.
+# Classes in the pickled table of a sharded checkpoint, besides dtypes.
 OF_TABLES = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "torch": {"Size"},

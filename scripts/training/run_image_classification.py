@@ -58,7 +58,7 @@ def processor_of(name: str, side: int) -> ViTImageProcessor:
 
 
 def training_pixels(name: str, processor: ViTImageProcessor, side: int) -> ToPixels:
-    """What an augmentation makes of a training picture."""
+    """Return the transform of training images with an augmentation."""
     if name == "deit":
         return deit(side)
     plain = unchanged(processor)

@@ -73,7 +73,7 @@ def score_tokens(model, ids: torch.Tensor, length: int, stride: int | None, toke
 
 
 def hidden_tokens(count: int, share: float, seed: int) -> torch.Tensor:
-    """Which of the T = `count` tokens of a text are hidden, each with the probability `share`, `(T,)`."""
+    """Draw the mask of the T = `count` tokens of a text, each hidden with the probability `share`, `(T,)`."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed)) < share
 
 

@@ -55,7 +55,7 @@ def check_hidden_states(case: Case, model, outputs):
 
 
 def masked_lm_cases(padded: bool) -> list[tuple[str, str]]:
-    """Without SKI, whose released interpolation is not the published one: see test_golden_models.py."""
+    """Without SKI, whose released interpolation is not the published one."""
     return [c for c in named_cases("masked_lm") if Case(*c).run["padded"] == padded and "/ski" not in c[0]]
 
 
