@@ -1,4 +1,4 @@
-"""All programs as one command.
+"""Train, evaluate, serve and publish TNNs.
 
 Example:
     tnn demo

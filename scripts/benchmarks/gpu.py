@@ -107,7 +107,7 @@ def save(found: list[dict], args):
     device = {"name": name, "torch": torch.__version__, "date": time.strftime("%F")}
     write_json(args.output_dir / "gpu.json", {"device": device, "quick": args.quick, "parts": found})
     where = f"Measured on {name}, {device['date']}, PyTorch {torch.__version__}."
-    page = ["# Figures of a GPU", where if is_gpu and not args.quick else NOT_A_GPU, table(found)]
+    page = ["# GPU measurements", where if is_gpu and not args.quick else NOT_A_GPU, table(found)]
     write_text(args.output_dir / "gpu.md", "\n\n".join(page) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the matrix "Works with" share: sentences, a tokenizer, saved models, and the page."""
+"""Sentences, a tokenizer and saved models for the tests of the page "Compatible tools", and the page."""
 
 import re
 from pathlib import Path
