@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -283,6 +284,32 @@ def adopt(layers: list[CacheLayerMixin]):
         if kind is not type(layer) and not layer.is_initialized:
             layers[i] = kind(max_cache_len=getattr(layer, "max_cache_len", None))
             layers[i].record_past = getattr(layer, "record_past", False)
+
+
+def open_cache(model: nn.Module, cache: Cache | None, use_cache: bool | None) -> tuple[Cache | None, int]:
+    """The cache of a pass of `model`, a `TnnModel`, and the number of tokens that it holds. Errors: `check_cache`.
+
+    Layers that compute their activations again get none: they would read the tokens twice.
+    """
+    if cache is None and use_cache and model.config.causal:
+        cache = DynamicCache(config=model.config)
+    if cache is None:
+        return None, 0
+    if not model.config.causal:
+        raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
+    check_cache(cache, model)
+    first = next(index for index, layer in enumerate(model.layers) if not is_elsewhere(layer))
+    past_length = int(cache.get_seq_length(first))
+    if not recomputes(model):
+        return cache, past_length
+    if past_length:
+        raise ValueError("`past_key_values` must be empty with gradient checkpointing, got tokens")
+    return None, 0
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether the layers of a model compute their activations again in the backward pass."""
+    return torch.is_grad_enabled() and model.training and any(layer.gradient_checkpointing for layer in model.layers)
 
 
 def check_cache(cache: Cache, model: nn.Module):

@@ -59,21 +59,20 @@ class Extensions:
     def head_loss(self, model, hidden_states, **options):
         """The loss of a language model without the logits of the whole batch, or None. `options`: of its loss."""
 
-    def is_ready(self, cache, tokens, attention_mask) -> bool:
-        """Whether `prepare_step` has made the cache ready for these tokens."""
-        return False
-
     def keeps_products(self) -> bool:
         """Whether a graph is recorded in which products are custom operators."""
         return False
 
-    def kernels_of_layers(self, layers: Sequence, hidden_states) -> Sequence:
-        """The kernels of the layers for `hidden_states` `(B, L, d)`, None for each that makes its own."""
+    def kernels_of_layers(self, layers: Sequence, hidden_states, passed) -> Sequence:
+        """The kernels of the layers for `hidden_states` `(B, L, d)` of a pass, None for each that makes its own."""
         return [None] * len(layers)
 
     def limit_documents(self, starts, most: int, field: str):
         """In a graph, `starts` after a check of the documents' lengths. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
+
+    def open_step(self, passed, tokens, position_ids):
+        """The pass of the tokens for which `prepare_step` has made the cache of `passed` ready, or None."""
 
     def prepare_step(self, model, inputs: dict) -> dict:
         """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""

@@ -30,11 +30,13 @@ def is_elsewhere(layer: torch.nn.Module) -> bool:
     return isinstance(layer, torch.nn.Identity)
 
 
-def check_keywords(given: dict[str, Any]):
-    """Refuse unknown keyword arguments: a misspelt one would be ignored silently."""
+def check_keywords(given: dict[str, Any], position_ids: Any = None):
+    """Refuse unknown keyword arguments, which would be ignored silently, and bounds of documents alone."""
     for name, value in given.items():
         if name not in KEYWORDS and value is not None:
             raise TypeError(f"`{name}` is not an argument of this model.")
+    if position_ids is None and (given.get("seq_idx") is not None or given.get("cu_seq_lens_q") is not None):
+        raise ValueError("`position_ids` must be given with `seq_idx` and `cu_seq_lens_q`, got None")
 
 
 def require_tensor(name: str, value: Any, letters: str, dims=None, dtypes=(), shapes=(), meaning: str = ""):
@@ -53,8 +55,12 @@ def require_tensor(name: str, value: Any, letters: str, dims=None, dtypes=(), sh
         raise TypeError(f"`{name}` must hold {' or '.join(map(str, dtypes))}, got {value.dtype}")
 
 
-def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module, config: PreTrainedConfig):
+def check_tokens(
+    input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module, config: PreTrainedConfig, input_values: Any = None
+):
     """Check that the tokens fit the `embedding` of the model, which a user's module may wrap."""
+    if input_values is not None:
+        raise ValueError("`input_values` must be None for a model with input_channels=None, got values")
     if (input_ids is None) == (inputs_embeds is None):
         found = "none" if input_ids is None else "both"
         raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {found}")

@@ -69,7 +69,8 @@ class TnnGatedToeplitzUnit(nn.Module):
 
 def mix_tokens(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
     """The gated product of an operator with `v` `(B, L, D)`, the first real token of a row being its first one."""
-    if gate.mask is None or operator.shift_invariant or passed.documents is not None:
+    # The rows of a divided sequence are aligned where all of their tokens are.
+    if gate.mask is None or operator.shift_invariant or passed.documents is not None or passed.layout is not None:
         return operator(v, gate, passed)
     first = first_real_token(gate.mask)
     mixed = roll(operator(roll(gate.inputs(v), -first), passed=Pass(prepared=passed.prepared)), first)

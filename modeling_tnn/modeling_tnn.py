@@ -43,7 +43,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TnnAttention, TnnRotaryEmbedding, view_of
-from .cache_tnn import CACHE, check_cache, takes_cache, with_cache_as
+from .cache_tnn import CACHE, open_cache, takes_cache, with_cache_as
 from .configuration_tnn import OPERATORS, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
 from .inputs import (
@@ -63,13 +63,12 @@ from .inputs import (
     pool_tokens,
     require_tensor,
     take_options,
-    token_positions,
 )
 from .linear import apply_linear, apply_together
 from .mixers import TOEPLITZ_MIXERS
 from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
-from .numerics import by_parts, is_on_host, parameter_dtype
-from .packing import documents_of
+from .numerics import by_parts, parameter_dtype
+from .packing import Documents, documents_of, positions_of
 from .position_encoder import CastingLinear, sinusoidal_embedding
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_PASS, Pass, ToeplitzOperator
@@ -189,8 +188,10 @@ class TnnPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, *arguments):
-        """Divide the model as in transformers. More stages than layers are a ValueError."""
+        """Divide the model as in transformers. Stages without a layer, or of real values, are a ValueError."""
         stages, layers = getattr(distributed_config, "pp_size", 1), model.config.num_hidden_layers
+        if stages > 1 and model.config.input_channels is not None:
+            raise ValueError("`pp_size` must be 1 for real values, got a pipeline, which passes on tokens alone")
         if stages > layers:
             raise ValueError(f"`pp_size` must be at most {layers}, a stage for each layer, got {stages}")
         return super().maybe_distribute_model(model, distributed_config, *arguments)
@@ -253,6 +254,8 @@ class TnnModel(TnnPreTrainedModel):
     With `config.input_channels`, it reads real values in place of tokens.
     """
 
+    sequence_parallel = None  # divides the tokens of a pass over processes, see `parallel/sequence.py`
+
     def __init__(self, config: TnnConfig):
         super().__init__(config)
         self.embed_tokens = self.embed_values = None
@@ -269,6 +272,7 @@ class TnnModel(TnnPreTrainedModel):
         self.rotary = None if config.rope_parameters is None else TnnRotaryEmbedding(config)
         scales = config.scale_embedding and self.embed_values is None
         self.embedding_scale = config.hidden_size**0.5 if scales else 1.0
+        self.reads_positions = config.position_embedding == "sinusoidal" or self.rotary is not None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -306,102 +310,78 @@ class TnnModel(TnnPreTrainedModel):
                 only), a shape is wrong, a row holds several documents and a cache is used, or a bidirectional model
                 gets a cache.
         """
-        check_keywords(kwargs)
-        inputs_embeds = self.embed(input_ids, input_values, inputs_embeds)
-        tokens, documents = inputs_embeds if input_ids is None else input_ids, None
-        if position_ids is None and (kwargs.get("seq_idx") is not None or kwargs.get("cu_seq_lens_q") is not None):
-            raise ValueError("`position_ids` must be given with `seq_idx` and `cu_seq_lens_q`, got None")
-        if position_ids is not None:
-            cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-            cached = self.config.causal and (cached or past_key_values is not None)
-            # A cache needs rows of one document, and flash attention takes no mask that separates several.
-            flash = has_attention(self.config) and "flash" in self.config._attn_implementation
-            in_graph = extensions.keeps_products() and not cached and not flash
-            documents = documents_of(tokens, attention_mask, position_ids, in_graph)
-        if documents is not None:
-            if self.config.causal and (use_cache or past_key_values is not None):
-                raise ValueError("A row must be one document when a cache is used, got several (`position_ids`)")
-            use_cache = False
+        check_keywords(kwargs, position_ids)
+        tokens = self.check_inputs(input_ids, input_values, inputs_embeds)
+        documents = self.find_documents(tokens, attention_mask, past_key_values, position_ids, use_cache)
         passed = Pass(attention_mask, past_key_values, documents)
-        kwargs |= {"use_cache": use_cache, "position_ids": position_ids, "return_dict": True}
-        return self._forward(input_ids, inputs_embeds, passed, **kwargs)
-
-    def embed(self, input_ids, input_values, inputs_embeds) -> torch.Tensor | None:
-        """Check the input, and return the embeddings of values; or `inputs_embeds` unchanged."""
-        if self.embed_values is None:
-            if input_values is not None:
-                raise ValueError("`input_values` must be None for a model with input_channels=None, got values")
-            check_tokens(input_ids, inputs_embeds, self.embed_tokens, self.config)
-            return inputs_embeds
-        check_values(input_ids, input_values, inputs_embeds, self.config.input_channels, self.config.hidden_size)
-        return self.embed_values(input_values) if inputs_embeds is None else inputs_embeds
+        if self.sequence_parallel is not None:
+            tokens, passed = self.sequence_parallel.divide(tokens, passed)
+        use_cache = use_cache if documents is None else False
+        return self._forward(tokens, passed, position_ids, use_cache=use_cache, return_dict=True, **kwargs)
 
     @merge_with_config_defaults
     @capture_outputs
-    def _forward(self, input_ids, inputs_embeds, passed: Pass, use_cache, position_ids, **kwargs):
-        """Run the blocks on tokens that have been checked. With `passed.layout`, `position_ids` are given."""
-        attention_mask, past_key_values, documents, layout, *_ = passed
-        # Of this stage of a pipeline, to which the others hand `inputs_embeds`.
-        first = next(index for index, layer in enumerate(self.layers) if not is_elsewhere(layer))
-        if self.embed_values is not None and any(map(is_elsewhere, self.layers)):
-            raise ValueError("`pp_size` must be 1 for real values, got a pipeline, which passes on tokens alone")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        if not self.config.causal and past_key_values is not None:
-            raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
-        if self.config.causal and use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        ready = past_key_values is not None and extensions.is_ready(past_key_values, inputs_embeds, attention_mask)
-        if past_key_values is not None and not ready:
-            check_cache(past_key_values, self)
-        # A graph of one step knows neither the length nor the mask of the text before it.
-        past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length(first))
-        if recomputes(self):  # a layer would read its tokens into the cache twice
-            if past_length:
-                raise ValueError("`past_key_values` must be empty with gradient checkpointing, got tokens")
-            past_key_values, use_cache = None, False
-        whole_mask = attention_mask
-        attention_mask = attention_mask[TOEPLITZ] if ready and isinstance(attention_mask, dict) else attention_mask
-        attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
-        if whole_mask is None and past_length == 0 and not ready and input_ids is not None and can_be_read(input_ids):
-            self.warn_if_padding_and_no_attention_mask(input_ids, None)
-        if attention_mask is not None:
-            # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay as they are.
-            inputs_embeds = inputs_embeds.masked_fill(~(attention_mask[..., None] | inputs_embeds.isfinite()), 0)
-
-        hidden_states, positions = inputs_embeds, None
-        if self.config.position_embedding == "sinusoidal" or self.rotary is not None:
-            known = ready or layout is not None
-            positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
-            positions = positions if documents is None else documents.positions()
-        if first == 0:  # else these are the hidden states of an earlier stage of a pipeline
-            hidden_states = hidden_states * self.embedding_scale
-            if self.config.position_embedding == "sinusoidal":
-                size, dtype = hidden_states.shape[2], hidden_states.dtype
-                hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
-            hidden_states = self.dropout(self.embed_norm(hidden_states))
+    def _forward(self, tokens, passed: Pass, position_ids, use_cache, **kwargs) -> BaseModelOutputWithPast:
+        """The part of `forward` after the checks, which need `use_cache` as the caller gave it."""
+        inputs_embeds = self.embed_tokens(tokens) if tokens.dim() == 2 else tokens
+        attention_mask = passed.mask
+        passed = self.open_pass(tokens, inputs_embeds, passed, position_ids, use_cache)
+        hidden_states = self.start(inputs_embeds, passed)
         del inputs_embeds  # a gigabyte for a million positions
-        passed = passed._replace(mask=attention_mask, cache=past_key_values)
+        view = view_of(self, hidden_states, attention_mask, passed.cache, passed.positions, passed.documents)
         layers = self.layers[: self.config.num_hidden_layers]
-        prepared = [None] * len(layers)
-        in_regions = documents is not None and self.training and any(layer.regions for layer in layers)
-        # A region makes the kernels of packed rows itself, and each process those of its channels. On the CPU it takes
-        # less time if each layer makes its own (measured).
-        if not (past_length or ready or in_regions or layout is not None or is_on_host(hidden_states)):
-            longest = hidden_states if documents is None else hidden_states[:, : documents.longest]
-            prepared = extensions.kernels_of_layers(layers, longest)
-        view = view_of(self, hidden_states, whole_mask, past_key_values, positions, documents)
-        for layer, kernel in zip(layers, prepared, strict=True):
-            hidden_states = layer(hidden_states, passed=passed._replace(prepared=kernel, view=view))
-        return BaseModelOutputWithPast(
-            last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
-            **{CACHE: past_key_values if use_cache else None},
-        )
+        kernels = extensions.kernels_of_layers(layers, hidden_states, passed)
+        for layer, kernel in zip(layers, kernels, strict=True):
+            hidden_states = layer(hidden_states, passed=passed._replace(view=view, prepared=kernel))
+        hidden_states = with_mask(self.norm, passed.mask)(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE: passed.cache if use_cache else None})
 
+    def check_inputs(self, input_ids, input_values, inputs_embeds) -> torch.Tensor:
+        """Check the input, and return ids `(B, L)` or embeddings `(B, L, d)`: those given, or those of values."""
+        if self.embed_values is None:
+            check_tokens(input_ids, inputs_embeds, self.embed_tokens, self.config, input_values)
+            return inputs_embeds if input_ids is None else input_ids
+        check_values(input_ids, input_values, inputs_embeds, self.config.input_channels, self.config.hidden_size)
+        return self.embed_values(input_values) if inputs_embeds is None else inputs_embeds
 
-def recomputes(model: TnnModel) -> bool:
-    """Whether the layers of a model compute their activations again in the backward pass. They then get no cache."""
-    return torch.is_grad_enabled() and model.training and any(layer.gradient_checkpointing for layer in model.layers)
+    def find_documents(self, tokens, attention_mask, cache, position_ids, use_cache) -> Documents | None:
+        """The documents of packed rows, or None. A cache needs rows of one document."""
+        default = self.config.use_cache and not self.training
+        cached = self.config.causal and (cache is not None or (default if use_cache is None else use_cache))
+        # Flash attention takes no mask that separates documents.
+        flash = has_attention(self.config) and "flash" in self.config._attn_implementation
+        in_graph = extensions.keeps_products() and not cached and not flash
+        documents = documents_of(tokens, attention_mask, position_ids, in_graph)
+        if documents is not None and self.config.causal and (use_cache or cache is not None):
+            raise ValueError("A row must be one document when a cache is used, got several (`position_ids`)")
+        return documents
+
+    def open_pass(self, tokens, inputs_embeds, passed: Pass, position_ids, use_cache) -> Pass:
+        """The pass with its cache, mask and positions. A compiled step has all of them already."""
+        step = extensions.open_step(passed, inputs_embeds, position_ids)
+        if step is not None:
+            return step
+        cache, past_length = open_cache(self, passed.cache, use_cache)
+        mask = check_attention_mask(passed.mask, inputs_embeds, past_length)
+        if passed.mask is None and past_length == 0 and tokens.dim() == 2 and can_be_read(tokens):
+            self.warn_if_padding_and_no_attention_mask(tokens, None)
+        positions = passed.positions
+        if self.reads_positions and positions is None:
+            positions = positions_of(passed.documents, passed.mask, past_length, inputs_embeds)
+        return passed._replace(mask=mask, cache=cache, past_length=past_length, positions=positions)
+
+    def start(self, inputs_embeds: torch.Tensor, passed: Pass) -> torch.Tensor:
+        """The input of the first layer of this stage of a pipeline, `(B, L, d)`."""
+        if passed.mask is not None:
+            # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay as they are.
+            inputs_embeds = inputs_embeds.masked_fill(~(passed.mask[..., None] | inputs_embeds.isfinite()), 0)
+        if is_elsewhere(self.layers[0]):  # these are the hidden states of an earlier stage
+            return inputs_embeds
+        hidden_states = inputs_embeds * self.embedding_scale
+        if self.config.position_embedding == "sinusoidal":
+            size, dtype = hidden_states.shape[2], hidden_states.dtype
+            hidden_states = hidden_states + sinusoidal_embedding(passed.positions, size, dtype)
+        return self.dropout(self.embed_norm(hidden_states))
 
 
 class TnnPredictionHeadTransform(nn.Module):
@@ -963,9 +943,8 @@ class TnnImageModel(TnnPreTrainedModel):
         dtype = parameter_dtype(self.patch_embedding, pixel_values)
         patches = self.patch_embedding(pixel_values.to(dtype)).flatten(2)  # (B, d, L), row by row
         hidden_states = self.dropout(patches.transpose(1, 2))
-        alone = is_on_host(hidden_states)
-        prepared = [None] * len(self.layers) if alone else extensions.kernels_of_layers(self.layers, hidden_states)
-        for layer, kernel in zip(self.layers, prepared, strict=True):
+        kernels = extensions.kernels_of_layers(self.layers, hidden_states, NO_PASS)
+        for layer, kernel in zip(self.layers, kernels, strict=True):
             hidden_states = layer(hidden_states, passed=Pass(prepared=kernel))
         return BaseModelOutput(last_hidden_state=hidden_states)
 

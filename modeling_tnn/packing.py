@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .extensions import extensions
-from .inputs import IDS, check_attention_mask, require_tensor
+from .inputs import IDS, check_attention_mask, require_tensor, token_positions
 from .numerics import compute_dtype, must_be_eager
 
 
@@ -170,6 +170,11 @@ def documents_of(tokens, attention_mask, position_ids, in_graph: bool = False) -
     if (starts & real).sum(dim=1).max() <= 1:
         return None
     return Documents(starts, mask, device, padded_batches(starts, None if mask is None else real, device))
+
+
+def positions_of(documents: Documents | None, attention_mask, past_length: int, tokens) -> torch.Tensor:
+    """The positions of `tokens` `(B, L, ...)` from the first real one of their document, `(B, L)` or `(1, L)`."""
+    return token_positions(attention_mask, past_length, tokens) if documents is None else documents.positions()
 
 
 def mask_of_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:

@@ -34,6 +34,8 @@ class Pass(NamedTuple):
     layout: tuple | None = None  # how the sequence is divided over processes, see `parallel/sequence.py`
     view: tuple | None = None  # the masks and rotary positions of attention, see `attention.view_of`
     prepared: Kernel | None = None  # the kernel of the layer's operator for this length, if it is known already
+    positions: torch.Tensor | None = None  # (B, L) or (1, L), if the model reads them
+    past_length: int | None = 0  # number of earlier tokens; None in a compiled step, whose graph does not know it
 
 
 NO_PASS = Pass()
@@ -140,6 +142,8 @@ class ToeplitzOperator(nn.Module):
         With a cache, `v` continues its sequences. The `gate` of the GTU is applied here, because the weights of an
         offloaded model are loaded only while their module runs.
         """
+        if passed.layout is not None:
+            return passed.layout.mix(self, v, gate, passed)
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if passed.documents is not None:
                 return gate.apply(matmul_of_rows(self, v, gate, passed), self.implementation)

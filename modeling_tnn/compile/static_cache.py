@@ -32,9 +32,10 @@ from ..cache_tnn import TnnCacheLayer, cache_of, check_cache, is_toeplitz, past_
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
 from ..history import ROOM, HistoryBuffer, aligned
-from ..inputs import token_positions
+from ..inputs import check_attention_mask, token_positions
 from ..numerics import is_on_host, is_traced
 from ..recurrence import DecodingState, FilterRecurrence, Recurrence, attach, prefill
+from ..tno import Pass
 from ..tno_rtf import PATROL, CompanionRecurrence, end_block
 from ..toeplitz_fused import NO_GATE, Gate
 
@@ -256,12 +257,15 @@ def form_of(recurrence: Recurrence) -> FixedForm | None:
     return next((form for kind, form in FORMS.items() if isinstance(recurrence, kind)), None)
 
 
-def is_ready(cache: Cache | None, tokens: torch.Tensor, attention_mask) -> bool:
-    """Whether `prepare_step` has made the cache ready for `tokens` `(B, 1, ...)`, with masks if there is attention."""
-    layers = getattr(cache, "layers", ())  # `bool` of a list cannot be traced by PyTorch 2.11
-    if tokens.shape[1] != 1 or len(layers) == 0:
-        return False
-    return isinstance(attention_mask, dict) or getattr(layers[0], "is_ready", False)
+def open_step(passed: Pass, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> Pass | None:
+    """The pass of `tokens` `(B, 1, ...)` if `prepare_step` has made the cache of `passed` ready, else None."""
+    layers, mask = getattr(passed.cache, "layers", ()), passed.mask
+    has_masks = isinstance(mask, dict)  # those of attention too
+    # `bool` of a list cannot be traced by PyTorch 2.11.
+    if tokens.shape[1] != 1 or len(layers) == 0 or not (has_masks or getattr(layers[0], "is_ready", False)):
+        return None
+    mask = check_attention_mask(mask[TOEPLITZ] if has_masks else mask, tokens, past_length=0)
+    return passed._replace(mask=mask, positions=position_ids, past_length=None)
 
 
 def prepare_step(model: nn.Module, inputs: dict) -> dict:
@@ -292,7 +296,7 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
                 prepared.append((state, operator, state.prepare(operator, layer.max_cache_len)))
         point(prepared)
     positions = None
-    if model.config.position_embedding == "sinusoidal" or model.rotary is not None:
+    if model.reads_positions:
         positions = laid_out(token_positions(mask, length, tokens))
     mask = None if mask is None else laid_out(mask[:, -1:])
     return inputs | {"attention_mask": masks | {TOEPLITZ: mask} if masks else mask, "position_ids": positions}
@@ -334,4 +338,4 @@ def point(prepared: list[tuple[FixedState, nn.Module, tuple[int, int]]]):
 
 
 STATIC_LAYER_TYPE_MAPPING[TOEPLITZ] = TnnStaticCacheLayer
-extensions.register(is_ready=is_ready, prepare_step=prepare_step)
+extensions.register(open_step=open_step, prepare_step=prepare_step)

@@ -9,7 +9,6 @@ and after it they exchange back. Each process makes the kernels of its channels 
 sends B L D / P numbers, its own share included. A layer has two, and two more in the backward pass: 4 B L D / P.
 """
 
-import functools
 import inspect
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,11 +22,11 @@ from transformers.cache_utils import Cache
 
 from ..cache_tnn import cache_of
 from ..configuration_tnn import HYENA, has_attention
-from ..inputs import check_attention_mask, check_labels, first_real_token, roll, token_positions
-from ..packing import Documents
-from ..tno import NO_PASS, Pass
-from ..toeplitz_fused import NO_GATE, Gate
-from .channels import OVERRIDDEN, LocalOperator, total
+from ..inputs import check_attention_mask, check_labels, first_real_token, roll
+from ..packing import Documents, positions_of
+from ..tno import Pass, ToeplitzOperator
+from ..toeplitz_fused import Gate
+from .channels import LocalOperator, total
 
 HEADS = ("TnnModel", "TnnForCausalLM", "TnnForMaskedLM")
 
@@ -45,9 +44,14 @@ def slice_of(share: range) -> slice:
 class Layout(NamedTuple):
     """Placement of a sequence on the processes."""
 
-    tokens: list[range]  # of each process
-    mask: torch.Tensor | None  # (B, L) of booleans, False at padding
-    documents: Documents | None  # of packed rows
+    parallel: "SequenceParallel"
+    tokens: list[range] | None = None  # of each process; None if each has all
+    mask: torch.Tensor | None = None  # (B, L) of booleans, False at padding
+    documents: Documents | None = None  # of packed rows
+
+    def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
+        """The gated product of an operator, which calls this if the pass has a layout."""
+        return self.parallel.mix(operator, v, gate, passed)
 
 
 class AllToAll(torch.autograd.Function):
@@ -90,14 +94,13 @@ class SequenceParallel:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh):
         if not any(cls.__name__ in HEADS for cls in type(model).__mro__):
             raise TypeError(f"`model` must be one of {', '.join(HEADS)}, got {type(model).__name__}")
-        self.model, self.base = model, model.base_model
-        self.kept = 0  # of how many last tokens the logits are wanted
+        self.model, self.base, self.hooks = model, model.base_model, []
         self.mesh, self.group, self.index, self.count = mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size()
         config, why = self.base.config, "for a divided text, whose processes do not see tokens of others"
         config.require("layer_types", not has_attention(config), f"'toeplitz' in all layers {why}; use tp_plan='auto'")
         config.require("toeplitz_mixer", config.toeplitz_mixer != HYENA, f"'gtu' or 's4' {why}")
         operators = [layer.mixer.tno for layer in self.base.layers]
-        if any("forward" in vars(operator) for operator in operators):
+        if any(operator.on_this_process is not None for operator in operators):
             raise ValueError("`model` must not be divided over processes already, got one that is")
         self.channels = shares_of(operators[0].channels, self.count)
         self.local_operators = [LocalOperator(operator, self.channels, self.index) for operator in operators]
@@ -105,20 +108,20 @@ class SequenceParallel:
     def __enter__(self) -> "SequenceParallel":
         for local in self.local_operators:
             local.operator.on_this_process = local
-            local.operator.forward = functools.partial(self._mix, local.operator)
-            local.operator.shift_invariant = True  # rows are aligned where all of their tokens are
-        self.base._forward = functools.partial(self._forward_base, self.base._forward)
+        self.base.sequence_parallel = self
         if self.model is not self.base:
-            original = self.model.forward
-            self.model.forward = functools.wraps(original)(functools.partial(self._forward_head, original))
+            self.hooks = [
+                self.model.register_forward_pre_hook(self._before_head, with_kwargs=True),
+                self.model.register_forward_hook(self._after_head),
+            ]
         return self
 
     def __exit__(self, *exception):
         for local in self.local_operators:
-            for name in OVERRIDDEN:
-                vars(local.operator).pop(name, None)
-        vars(self.base).pop("_forward")
-        vars(self.model).pop("forward", None)
+            del local.operator.on_this_process
+        del self.base.sequence_parallel
+        for hook in self.hooks:
+            hook.remove()
 
     def tokens_of(self, length: int) -> list[range]:
         """The tokens of each process, for a sequence of `length`."""
@@ -169,10 +172,10 @@ class SequenceParallel:
         received = AllToAll.apply(torch.cat([part.flatten() for part in parts]), sizes, wanted, self.group)
         return received.view(-1, len(y), len(tokens[self.index])).permute(1, 2, 0)
 
-    def _mix(self, operator, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS):
-        """The forward pass of an operator."""
+    def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
+        """See `Layout.mix`."""
         x, layout = gate.inputs(v), passed.layout
-        if layout is None:  # each process has all tokens
+        if layout.tokens is None:
             own = self.channels[self.index]
             mixed = self._product(operator, x[..., slice_of(own)], gate.mask, passed)
             mixed = self._gather(mixed, 2, [len(channels) for channels in self.channels])
@@ -201,60 +204,59 @@ class SequenceParallel:
             )
         return not whole
 
-    def _forward_base(self, original, input_ids, inputs_embeds, passed: Pass, **given):
-        """`TnnModel._forward` for a whole sequence; the outputs are those of the tokens of this process."""
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
+    def divide(self, tokens: torch.Tensor, passed: Pass) -> tuple[torch.Tensor, Pass]:
+        """The tokens of this process, of `(B, L)` ids or `(B, L, d)` embeddings, and their pass.
+
+        All tokens, of which each process computes its channels, if they are few or continue others.
+        """
         if not self._is_divided(tokens, passed.cache):
-            return original(input_ids, inputs_embeds, passed, **given)
+            return tokens, passed._replace(layout=Layout(self))
         if self.base.training and self.base.config.norm_type == "batchnorm":
             raise ValueError("`norm_type` must be a norm of single tokens to train on a divided text, got 'batchnorm'")
         mask, documents = check_attention_mask(passed.mask, tokens, 0), passed.documents
-        positions = token_positions(mask, 0, tokens) if documents is None else documents.positions()
-        layout = Layout(self.tokens_of(tokens.shape[1]), mask, documents)
-        own = slice_of(layout.tokens[self.index])
-        ids, embeds, mask = (None if one is None else one[:, own] for one in (input_ids, inputs_embeds, mask))
-        passed = passed._replace(mask=mask, documents=None, layout=layout)
-        outputs = original(ids, embeds, passed, **given | {"position_ids": positions[:, own]})
-        if self.kept:
-            outputs.last_hidden_state = self._last_tokens(outputs.last_hidden_state, layout.tokens)
-        return outputs
+        positions, shares = positions_of(documents, mask, 0, tokens), self.tokens_of(tokens.shape[1])
+        passed = passed._replace(documents=None, layout=Layout(self, shares, mask, documents))
+        own = slice_of(shares[self.index])
+        mask = None if mask is None else mask[:, own]
+        return tokens[:, own], passed._replace(mask=mask, positions=positions[:, own])
 
-    def _last_tokens(self, x: torch.Tensor, tokens: list[range]) -> torch.Tensor:
-        """Return the last `kept` tokens of the sequence `(B, kept, d)`, from the tokens of this process."""
-        first = tokens[-1].stop - self.kept
-        sizes = [max(0, share.stop - max(share.start, first)) for share in tokens]
-        return self._gather(x[:, x.shape[1] - sizes[self.index] :], 1, sizes)
-
-    def _forward_head(self, original, *args, **kwargs):
-        """The forward pass of a language model: the loss of the whole sequence, the logits of the own tokens."""
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
+    def _before_head(self, model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Give a language model the labels, or the positions that get logits, of the tokens of this process."""
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
+        self.finish, self.as_tuple = None, given.get("return_dict") is False
         tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(tokens, torch.Tensor) or not self._is_divided(tokens, cache_of(given)):
-            return original(**given)
-        ignored = given.get("ignore_index", -100)
+            return (), given
+        shares, ignored = self.tokens_of(tokens.shape[1]), given.get("ignore_index", -100)
         if (labels := self._shifted(given, tokens, ignored)) is None:
-            return self._of_last_tokens(original, given)
+            return (), given | self._last_tokens(given.get("logits_to_keep", 0), shares, tokens.device)
         if given.get("num_items_in_batch") is None:
             given["num_items_in_batch"] = (labels != ignored).sum()
-        as_tuple, name = given.get("return_dict") is False, "shift_labels" if self.model.config.causal else "labels"
-        own = slice_of(self.tokens_of(tokens.shape[1])[self.index])
-        given |= {"labels": None, "return_dict": True, name: labels[:, own].contiguous()}
-        outputs = original(**given)
-        outputs.loss = total(outputs.loss, self.mesh)
-        return outputs.to_tuple() if as_tuple else outputs
+        name, own = "shift_labels" if model.config.causal else "labels", slice_of(shares[self.index])
+        self.finish = lambda outputs: ("loss", total(outputs.loss, self.mesh))
+        return (), given | {"labels": None, "return_dict": True, name: labels[:, own].contiguous()}
 
-    def _of_last_tokens(self, original, given: dict):
-        """Return the logits of the last `logits_to_keep` tokens in every process; with 0, those of its own tokens."""
-        kept = given.get("logits_to_keep", 0)
+    def _after_head(self, model, args: tuple, outputs):
+        """Complete the outputs of a language model whose inputs `_before_head` has divided."""
+        if self.finish is None:
+            return outputs
+        name, value = self.finish(outputs)
+        outputs[name] = value
+        return outputs.to_tuple() if self.as_tuple else outputs
+
+    def _last_tokens(self, kept: int, shares: list[range], device: torch.device) -> dict:
+        """The arguments for logits of the last `kept` tokens in every process; with 0, of its own tokens."""
         if not isinstance(kept, int) or (kept and torch.is_grad_enabled()):
             kind = type(kept).__name__ + (" with gradients" if torch.is_grad_enabled() else "")
             raise ValueError(f"`logits_to_keep` must be an int without gradients for a divided text, got {kind}")
-        self.kept = kept
-        try:
-            return original(**given)
-        finally:
-            self.kept = 0
+        if not kept:
+            return {}
+        sizes = [max(0, share.stop - max(share.start, shares[-1].stop - kept)) for share in shares]
+        length = len(shares[self.index])
+        self.finish = lambda outputs: ("logits", self._gather(outputs.logits, 1, sizes))
+        positions = torch.arange(length - sizes[self.index], length, device=device)
+        return {"return_dict": True, "logits_to_keep": positions}
 
     def _shifted(self, given: dict, tokens: torch.Tensor, ignored: int) -> torch.Tensor | None:
         """Return the labels of the whole sequence: of a causal model, the token after each position."""

@@ -211,11 +211,10 @@ def pipeline(names: list[str]) -> dict:
 
 
 def values_in_a_pipeline(config: DistributedConfig) -> str:
-    """The error of a model of real values. transformers has one for all stages but the first, which have no input."""
+    """The error of a model of real values."""
     model = seeded(TnnForAudioClassification, tiny_config(input_channels=1))
-    divided = TnnForAudioClassification.from_pretrained(saved(model), distributed_config=config)
     try:
-        divided(torch.ones(2, 9))
+        TnnForAudioClassification.from_pretrained(saved(model), distributed_config=config)
     except ValueError as error:
         return str(error)
 

@@ -21,8 +21,9 @@ from helpers.models import (
     tiny_config,
 )
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics
-from modeling_tnn.extensions import extensions
+from modeling_tnn.kernels import stacking
 from modeling_tnn.kernels.stacking import kernels_of_layers
+from modeling_tnn.tno import NO_PASS
 
 FIELDS = {
     "rpe": [{"decay": None}, {"learnable_decay": True}, {"rpe_window": 9, "rpe_input": "sinusoidal"},
@@ -52,9 +53,7 @@ def kernels(model, length: int = 11, device: str = "cpu") -> list:
     """As `TnnModel` asks for them."""
     hidden_states = torch.zeros(1, length, model.config.hidden_size, device=device)
     layers = model.model.layers
-    return (
-        [None] * len(layers) if numerics.is_on_host(hidden_states) else list(kernels_of_layers(layers, hidden_states))
-    )
+    return kernels_of_layers(layers, hidden_states, NO_PASS)
 
 
 def is_stacked(model) -> bool:
@@ -125,7 +124,7 @@ def test_a_cache(tno_type, monkeypatch):
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
     outputs = model(ids[:, :15], use_cache=True)
     logits = [outputs.logits]
-    monkeypatch.setattr(extensions, "kernels_of_layers", None)
+    monkeypatch.setattr(stacking, "kernels_together", None)
     for t in (15, 16):
         outputs = model(ids[:, t : t + 1], past_key_values=outputs.past_key_values)
         logits.append(outputs.logits)
