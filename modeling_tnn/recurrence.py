@@ -102,6 +102,17 @@ class Prompt(NamedTuple):
         return Prompt(choose(self.v), self.gate._replace(mask=None if mask is None else choose(mask)))
 
 
+@dataclass
+class Counters:
+    """Whole numbers that belong to the tensors of a state. Each algorithm counts with some of them."""
+
+    block: int = 0  # number of tokens of the present block; the first one may be short
+    position: int = 0  # number of tokens of the block that have been decoded
+    tiles: int = 0  # position in the block whose tiles have been added to the future
+    ahead: int = 0  # number of channels for which the next block has been computed in part
+    covered: int = 0  # number of tokens that the memory holds
+
+
 @dataclass(eq=False)
 class DecodingState:
     """What continues the sequences of a batch through one operator.
@@ -120,7 +131,7 @@ class DecodingState:
     prompt: Prompt | None = None  # the inputs of the first call, until the state is made
     history: HistoryBuffer | None = None  # the newest values of the sequences, (B, D, C), from then on
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # further ones by name
-    counters: dict[str, int] = field(default_factory=dict)  # integers that belong to them
+    counters: Counters = field(default_factory=Counters)  # whole numbers that belong to them
     length: int = 0  # number of tokens seen
     slack: int = SLACK  # number of newest tokens that can be removed at any time
 
@@ -309,35 +320,35 @@ class FilterRecurrence(Recurrence):
         prompt = prompt.last(self._needed(prompt))
         x = self.channel_major(prompt.inputs())
         state.history = HistoryBuffer(x, None if self.taps is None else self.taps - 1)
-        state.counters = {"block": self.first_block}
+        state.counters = Counters(block=self.first_block)
 
     def step(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         self.make_ready(state, x)
-        position = state.counters["position"]
+        position = state.counters.position
         state.history.append(x)
         recent = state.history.last(position % self.base + 1)  # (B, D, n)
         kernel = self.reversed_head(x)[:, -recent.shape[-1] :]  # (D, n)
         y = state.tensors["future"][..., position] + torch.linalg.vecdot(recent, kernel)  # (B, D)
-        state.counters["position"] = position + 1
+        state.counters.position = position + 1
         return y[..., None]
 
     def make_ready(self, state: DecodingState, like: torch.Tensor):
         """Do the work before a step: a new block, a tile, or a part of the next block."""
         counters = state.counters
-        ends = counters.get("position") == counters["block"]
+        ends = counters.position == counters.block
         if ends:
-            counters["block"] = self.horizon
+            counters.block = self.horizon
         if ends or "future" not in state.tensors:
-            state.history.settle(counters["block"])
+            state.history.settle(counters.block)
             self.fill(state, like)
-            counters["tiles"] = 0
-        position, every = counters["position"], max(1, self.horizon // PARTS)
-        if position % self.base == 0 and counters["tiles"] < position:
+            counters.tiles = 0
+        position, every = counters.position, max(1, self.horizon // PARTS)
+        if position % self.base == 0 and counters.tiles < position:
             self.pass_on_tile(state, position & -position)
         if self.looks_ahead and is_on_host(like) and position % every == 0:
-            channels, parts = like.shape[1], max(1, counters["block"] // every)  # the first block may be short
+            channels, parts = like.shape[1], max(1, counters.block // every)  # the first block may be short
             until = min(channels, -(-channels * (position // every + 1) // parts))
-            self.look_ahead(state, until, counters["block"] - position)
+            self.look_ahead(state, until, counters.block - position)
 
     def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         past = self.past(state)  # (B, D, P)
@@ -352,9 +363,9 @@ class FilterRecurrence(Recurrence):
 
     def crop(self, state: DecodingState, count: int):
         state.history.drop(count)
-        position = state.counters.get("position", 0)
+        position = state.counters.position
         if "future" in state.tensors and self.base == self.horizon and count <= position:
-            state.counters["position"] = position - count  # the future depends only on inputs before the block
+            state.counters.position = position - count  # the future depends only on inputs before the block
         else:
             state.tensors.pop("future", None)
 
@@ -391,24 +402,24 @@ class FilterRecurrence(Recurrence):
         if self.looks_ahead:
             finished = state.tensors.get("future")
             if finished is None:
-                state.counters["ahead"] = 0
+                state.counters.ahead = 0
             self.look_ahead(state, like.shape[1], 0)
             recent, future = state.history.last(self.horizon), state.tensors["ahead"]
             self._continue(recent, self.horizon, self.horizon, keep=True, into=future)
             state.tensors |= {"future": future, "ahead": torch.empty_like(future) if finished is None else finished}
-            state.counters["ahead"] = 0
+            state.counters.ahead = 0
         else:
             past = self.past(state)
             start = self.taps - 1 if self.short else past.shape[-1]  # one transform length for all fills
             state.tensors["future"] = self._continue(past, start, self.horizon, self.short)  # (B, D, H)
-        state.counters["position"] = 0
+        state.counters.position = 0
 
     def look_ahead(self, state: DecodingState, until: int, remaining: int):
         """Compute what the inputs before the last H add to the next block, for the channels before `until`.
 
         `remaining` tokens come before that block.
         """
-        done = state.counters["ahead"]
+        done = state.counters.ahead
         if "ahead" not in state.tensors:
             buffer = state.history.buffer
             state.tensors["ahead"] = buffer.new_empty(*buffer.shape[:-1], self.horizon)  # (B, D, H)
@@ -420,16 +431,16 @@ class FilterRecurrence(Recurrence):
             if past.shape[-1]:  # transforms of few lengths, which are short for a short text
                 size = min(reach, max(self.horizon, 1 << (past.shape[-1] - 1).bit_length()))
                 self._continue(past, size, self.horizon, keep=True, skip=self.horizon, first=done, into=ahead)
-            state.counters["ahead"] = until
+            state.counters.ahead = until
 
     def pass_on_tile(self, state: DecodingState, tile: int):
         """Add the newest `tile` inputs to as many outputs after them, as far as the block goes."""
-        position = state.counters["position"]
+        position = state.counters.position
         recent = state.history.last(tile)  # (B, D, U)
         added = self._continue(recent, tile, tile, keep=True)  # (B, D, U)
         until = min(position + tile, self.horizon)
         state.tensors["future"][..., position:until] += added[..., : until - position]
-        state.counters["tiles"] = position  # tiles before this position have been passed on
+        state.counters.tiles = position  # tiles before this position have been passed on
 
     def _continue(self, x: torch.Tensor, start: int, count: int, keep=False, skip=0, first=0, into=None):
         """Outputs `start .. start + count - 1` of the kernel for `x` `(B, D, S)` and zeros after it, `(B, D, count)`.

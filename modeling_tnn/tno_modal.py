@@ -23,7 +23,7 @@ from transformers import initialization as init
 from .configuration_tnn import DIRECTIONS
 from .history import HistoryBuffer, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_on_host
-from .recurrence import LONG_PROMPT, PIECE, DecodingState, FilterRecurrence, Prompt
+from .recurrence import LONG_PROMPT, PIECE, Counters, DecodingState, FilterRecurrence, Prompt
 from .tno import ToeplitzOperator
 from .toeplitz import fit_taps
 
@@ -55,7 +55,7 @@ class ModalRecurrence(FilterRecurrence):
     def prefill(self, state: DecodingState, prompt: Prompt):
         modes, behind = self.operator.num_modes, self.window + slack_after(prompt.length)
         seen = prompt.length - self._needed(prompt)
-        state.counters = {"block": self.first_block, "covered": seen}
+        state.counters = Counters(block=self.first_block, covered=seen)
         waiting = powers = None
         for piece in prompt.last(self._needed(prompt)).pieces(PIECE):
             x = self.channel_major(piece.inputs())  # (B, D, S)
@@ -64,7 +64,7 @@ class ModalRecurrence(FilterRecurrence):
                 state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=x.dtype.to_complex())  # (B, D, Q)
             waiting, seen = torch.cat([waiting, x], dim=-1), seen + x.shape[-1]
             self.advance_memory(state, waiting, seen - behind, powers)
-            waiting = waiting[..., waiting.shape[-1] - seen + state.counters["covered"] :]  # not covered, (B, D, P)
+            waiting = waiting[..., waiting.shape[-1] - seen + state.counters.covered :]  # not covered, (B, D, P)
         state.history = HistoryBuffer(waiting, self.window + BLOCK)
 
     def _needed(self, prompt: Prompt) -> int:
@@ -90,12 +90,12 @@ class ModalRecurrence(FilterRecurrence):
         return y
 
     def max_crop(self, state: DecodingState) -> int:
-        covered = state.counters["covered"]
+        covered = state.counters.covered
         return state.length - covered - self.window if covered else state.length
 
     def reach(self, state: DecodingState) -> int:
         """The number of inputs that the memory does not cover."""
-        return state.length - state.counters["covered"]
+        return state.length - state.counters.covered
 
     def fill(self, state: DecodingState, like: torch.Tensor):
         longest = self.window + state.history.slack
@@ -104,14 +104,14 @@ class ModalRecurrence(FilterRecurrence):
         start = max(longest, past.shape[-1])  # one transform length for most fills
         near = self._continue(past, start, BLOCK, keep=start == longest)
         state.tensors["future"] = near + self._from_memory(state, BLOCK)
-        state.counters["position"] = 0
+        state.counters.position = 0
 
     def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers=None):
         """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered.
 
         `powers` lambda^0, lambda^1, .. of the poles, `(Q, >= count)`, are computed if they are not given.
         """
-        count = until - state.counters["covered"]
+        count = until - state.counters.covered
         if count <= 0:
             return
         powers = self._power(0, count) if powers is None else powers[:, :count]
@@ -120,7 +120,7 @@ class ModalRecurrence(FilterRecurrence):
         added = torch.complex(inputs @ powers.real, inputs @ powers.imag)  # (B, D, Q)
         faded = self._power(count, 1)[:, 0]  # (Q,)
         state.tensors["memory"] = state.tensors["memory"] * faded + added
-        state.counters["covered"] = until
+        state.counters.covered = until
 
     def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         """The part of the memory in the next `count` outputs, `(B, D, count)`."""
@@ -130,7 +130,7 @@ class ModalRecurrence(FilterRecurrence):
 
     def _age(self, state: DecodingState) -> int:
         """The exponent in (2) for the next output; any number while the memory covers no token, and is 0."""
-        return max(0, state.length - state.counters["covered"] + 1 - self.window)
+        return max(0, state.length - state.counters.covered + 1 - self.window)
 
     def _power(self, first: int, count: int) -> torch.Tensor:
         """The powers lambda^first .. lambda^(first+count-1), complex `(Q, count)`."""

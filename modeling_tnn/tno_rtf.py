@@ -300,7 +300,7 @@ class CompanionRecurrence(Recurrence):
 
     def _next_of_many(self, state: DecodingState, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`next_value` for many sequences, by blocks of tokens."""
-        position = state.counters["position"] if "future" in state.tensors else BLOCK
+        position = state.counters.position if "future" in state.tensors else BLOCK
         if position == BLOCK:
             past = state.history.last(self.order).permute(1, 2, 0)  # (D, N, B)
             future = torch.bmm(self._block[0], past).unflatten(1, (BLOCK, 2))  # (D, H, 2, B)
@@ -309,7 +309,7 @@ class CompanionRecurrence(Recurrence):
         y, echo = future[:, position].unbind(1)  # (B, D) each
         newest = now - echo
         future[:, position + 1 :].addcmul_(newest[:, None, None], self._block[1][: BLOCK - position - 1])
-        state.counters["position"] = position + 1
+        state.counters.position = position + 1
         return (self._form.direct * now + y)[..., None], newest[..., None]
 
     def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
@@ -401,7 +401,7 @@ def refuse_poles(operator: "RtfOperator", denominator: torch.Tensor, growing: to
 def end_block(state: DecodingState):
     """Drop the future of a block: the next step of many sequences begins another one."""
     state.tensors.pop("future", None)
-    state.counters.pop("position", None)
+    state.counters.position = 0
 
 
 def is_contracting(denominator: torch.Tensor) -> bool:

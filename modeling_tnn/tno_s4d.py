@@ -193,7 +193,7 @@ class DiagonalRecurrence(ModalRecurrence):
         return None
 
     def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers: None = None):
-        count = until - state.counters["covered"]
+        count = until - state.counters.covered
         if count <= 0:
             return
         table, memory = self._table, state.tensors["memory"]
@@ -202,7 +202,7 @@ class DiagonalRecurrence(ModalRecurrence):
             added = torch.einsum("bdn,dnq->bdq", block.flip(-1), table[:, :length])  # (B, D, 2Q)
             memory = memory * complex_of(table[:, length]) + complex_of(added)
         state.tensors["memory"] = memory
-        state.counters["covered"] = until
+        state.counters.covered = until
 
     def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         memory, age = state.tensors["memory"], self._age(state)

@@ -20,7 +20,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -108,9 +108,9 @@ class FixedState(DecodingState):
             self.computed, self.constants = computed, tuple(constants)
         fix(self.history, max_cache_len)
         self._pin(places)
-        position = self.counters.get("position", 0)
+        position = self.counters.position
         self.before = self.history.end, self.history.held, self.length, self.counters
-        self.length, self.counters = self.length + 1, self.counters | {"position": position + 1}
+        self.length, self.counters = self.length + 1, replace(self.counters, position=position + 1)
         self.is_ready = True
         return take_place(self.history), position
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..history import ALIGNMENT, GROWTH, LONG_REACH, LONG_ROOM, ROOM, SLACK, HistoryBuffer, aligned
 from ..numerics import compute_dtype, float64_or_widest
-from ..recurrence import DecodingState, FilterRecurrence, Recurrence
+from ..recurrence import Counters, DecodingState, FilterRecurrence, Recurrence
 from ..tno_modal import ModalRecurrence
 from ..tno_rpe import LateRecurrence
 from ..tno_rtf import BLOCK, CompanionRecurrence, end_block
@@ -57,12 +57,12 @@ def _(recurrence: FilterRecurrence, state: DecodingState, other: DecodingState, 
 @put.register
 def _(recurrence: ModalRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
     both, length = (state, other), max(state.length, other.length)
-    reach = min(recurrence.reach(one) for one in both if one.length == length or one.counters["covered"])
+    reach = min(recurrence.reach(one) for one in both if one.length == length or one.counters.covered)
     reach = min(reach, recurrence.window + SLACK)
     for one in both:
         one.tensors.pop("future", None)  # a new block begins for all
         recurrence.advance_memory(one, recurrence.past(one), one.length - reach)
-    state.counters["covered"] = length - reach
+    state.counters.covered = length - reach
     put.dispatch(FilterRecurrence)(recurrence, state, other, rows)
 
 
@@ -114,22 +114,22 @@ def _(recurrence: CompanionRecurrence, tokens: int, dtype: torch.dtype) -> int:
     return held * float64_or_widest(recurrence.operator.numerator.device).itemsize
 
 
-def begin_together(recurrence: FilterRecurrence, state: DecodingState, counters: dict[str, int]):
+def begin_together(recurrence: FilterRecurrence, state: DecodingState, counters: Counters):
     """Make the future of a state as if its block had begun when that of `counters` did."""
-    position, tiles = counters["position"], counters["tiles"]
+    position, tiles = counters.position, counters.tiles
     values = state.history.last(state.history.held)
     values = pad(values, (max(0, position - values.shape[-1]), 0))
     before, within = values.split([values.shape[-1] - position, position], dim=-1)
     state.history, state.tensors = HistoryBuffer(before, state.history.reach), {}
-    state.counters = {"block": counters["block"]}
+    state.counters = Counters(block=counters.block)
     recurrence.fill(state, values)
     for end in range(recurrence.base, tiles + 1, recurrence.base):
         state.history.append(within[..., end - recurrence.base : end])
-        state.counters["position"] = end
+        state.counters.position = end
         recurrence.pass_on_tile(state, end & -end)
     state.history.append(within[..., tiles:])
     if recurrence.looks_ahead:
-        recurrence.look_ahead(state, counters["ahead"], counters["block"] - position)
+        recurrence.look_ahead(state, counters.ahead, counters.block - position)
 
 
 def shared_values(state: DecodingState, other: DecodingState, extra: int = 0) -> int:
@@ -199,6 +199,5 @@ def forget_first(state: DecodingState, count: int):
     if state.prompt is not None:
         state.prompt = state.prompt.select(lambda tensor: tensor[:, count:])
         return
-    if "covered" in state.counters:
-        state.counters["covered"] = max(0, state.counters["covered"] - count)
+    state.counters.covered = max(0, state.counters.covered - count)
     compact(state.recurrence, state)

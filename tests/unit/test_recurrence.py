@@ -203,9 +203,9 @@ def test_no_token_does_the_work_of_a_block(phase, monkeypatch):
     look_ahead, move = recurrence.FilterRecurrence.look_ahead, HistoryBuffer.move
 
     def spy(self, state, until, remaining):
-        before = state.counters.get("ahead", 0)
+        before = state.counters.ahead
         look_ahead(self, state, until, remaining)
-        looked[position] = looked.get(position, 0) + state.counters["ahead"] - before
+        looked[position] = looked.get(position, 0) + state.counters.ahead - before
 
     monkeypatch.setattr(recurrence.FilterRecurrence, "look_ahead", spy)
     monkeypatch.setattr(HistoryBuffer, "move", lambda self, *given: (moved.append(position), move(self, *given)))
