@@ -6,6 +6,7 @@ oldest one: to move thousands of values would make one token slow. Without a bou
 """
 
 import torch
+from torch.nn.functional import pad
 
 # Number of newest values that can be removed at any time: as many older ones are stored beyond those the reader needs.
 # The second number is the most after a chunk, and that of assisted decoding.
@@ -53,6 +54,11 @@ class HistoryBuffer:
         """Whether new values overwrite the oldest ones in place."""
         return self.reach is not None and self.reach > LONG_REACH
 
+    @property
+    def wanted(self) -> int | None:
+        """The number of values to hold while they come one by one; None for all."""
+        return None if self.reach is None else self.reach + self.slack
+
     def append(self, values: torch.Tensor):
         """Append `(B, D, S)` new values."""
         new = values.shape[-1]
@@ -85,10 +91,10 @@ class HistoryBuffer:
             self.end += self.buffer.shape[-1]
         self.held -= count
 
-    def settle(self, block: int):
+    def align(self, block: int):
         """Give a ring the length for values that come one by one. The next `block` of them will lie in one piece."""
         if self.is_ring and not self.is_fixed:
-            longest, capacity = aligned(self.reach + self.slack), self.buffer.shape[-1]
+            longest, capacity = aligned(self.wanted), self.buffer.shape[-1]
             fits = min(longest, self.held + block) <= capacity <= longest
             if not fits or capacity % ALIGNMENT or (self.end + block) % ALIGNMENT:
                 self.move(min(longest, aligned(self.held + max(ALIGNMENT, self.held))), -block % ALIGNMENT)
@@ -110,7 +116,7 @@ class HistoryBuffer:
 
     def move(self, capacity: int, end: int = 0):
         """Move the newest values to a buffer of this length: in a ring before the place `end`, else to its front."""
-        kept = self.last(capacity if self.is_ring or self.reach is None else self.reach + self.slack)
+        kept = self.last(capacity if self.is_ring or self.reach is None else min(capacity, self.wanted))
         buffer, count = kept.new_empty(*kept.shape[:-1], capacity), kept.shape[-1]
         end = end if self.is_ring else count
         young = min(end, count)
@@ -125,6 +131,75 @@ class HistoryBuffer:
         if self.is_ring:
             return 0 if count == wanted else LONG_ROOM
         return ROOM
+
+    def freeze_capacity(self, longest: int | None):
+        """Give the buffer the length that it keeps for single values, `longest` in all, and make room for one."""
+        self.is_fixed = True
+        capacity = self.buffer.shape[-1]
+        if self.is_ring:
+            slots = aligned(self.wanted)
+            if longest is not None and self.held < longest:
+                slots = min(slots, aligned(longest))
+        else:
+            slots = max(longest or 0, capacity) if self.wanted is None else self.wanted + ROOM
+        if capacity != slots:
+            self.move(slots)
+        self.make_room(1, self.wanted)
+
+    def next_slot(self) -> int:
+        """Count a value that the caller writes at the slot returned. `freeze_capacity` has made room for it."""
+        self.previous, capacity = (self.end, self.held), self.buffer.shape[-1]
+        slot = self.end % capacity
+        self.end, self.held = slot + 1, min(self.held + 1, capacity)
+        return slot
+
+    def release_slot(self):
+        """Take back the count of `next_slot`, before the value is written."""
+        self.end, self.held = self.previous
+
+    def insert_rows(self, other: "HistoryBuffer", rows: list[int], count: int):
+        """Give the `rows` the newest `count` values of `other`, and keep as many of each row; see `write_rows`.
+
+        Zeros stand before the values of a row that has fewer.
+        """
+        if count > self.held:
+            self.buffer = pad(self.last(self.held), (count - self.held, self.room(count, self.wanted)))
+            self.end = count
+        self.held = count
+        values, young = other.last(count), min(self.end, count)
+        values = pad(values, (count - values.shape[-1], 0))  # (N, D, count)
+        self.buffer = write_rows(self.buffer, rows, values[..., count - young :], self.end - young)
+        if young < count:  # the ring begins before its front
+            old = values[..., : count - young]
+            self.buffer = write_rows(self.buffer, rows, old, self.buffer.shape[-1] - old.shape[-1])
+
+    def compact(self, count: int):
+        """Keep at most the newest `count` values, if the buffer has more slots than for so many one by one."""
+        if self.buffer.shape[-1] > slots_after(self.reach, count):
+            self.move(min(count, self.held, count if self.wanted is None else self.wanted))
+
+
+def write_rows(tensor: torch.Tensor, rows: list[int], values: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """`tensor` `(B, ..., C)` with `values` `(N, ..., S)` in the `rows`, from column `first` on.
+
+    It is changed in place, unless rows from B on ask for more of them.
+    """
+    if max(rows) >= len(tensor):
+        grown = tensor.new_empty(max(rows) + 1, *tensor.shape[1:])
+        grown[: len(tensor)] = tensor
+        tensor = grown
+    for row, value in zip(rows, values, strict=True):
+        tensor[row, ..., first : first + value.shape[-1]] = value
+    return tensor
+
+
+def slots_after(reach: int | None, count: int) -> int:
+    """The most slots of a buffer after `count` values that came one by one."""
+    if reach is None:
+        return count + max(LONG_ROOM, count // GROWTH)
+    if reach <= LONG_REACH:
+        return reach + SLACK + ROOM
+    return min(aligned(reach + SLACK), aligned(2 * max(ALIGNMENT, count)))
 
 
 def aligned(count: int) -> int:

@@ -339,7 +339,7 @@ class FilterRecurrence(Recurrence):
         if ends:
             counters.block = self.horizon
         if ends or "future" not in state.tensors:
-            state.history.settle(counters.block)
+            state.history.align(counters.block)
             self.fill(state, like)
             counters.tiles = 0
         position, every = counters.position, max(1, self.horizon // PARTS)

@@ -31,7 +31,6 @@ from ..attention import mask_of
 from ..cache_tnn import TnnCacheLayer, cache_of, check_cache, is_toeplitz, past_length
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
-from ..history import ROOM, HistoryBuffer, aligned
 from ..inputs import check_attention_mask, token_positions
 from ..numerics import is_on_host, is_traced
 from ..recurrence import DecodingState, FilterRecurrence, Recurrence, attach, prefill
@@ -80,7 +79,7 @@ class FixedState(DecodingState):
     """A state in tensors whose shapes and addresses stay the same from token to token."""
 
     is_ready: bool = False  # whether `prepare` has been called for the next token
-    before: tuple | None = None  # place and number of values of the history, length and counters without that token
+    before: tuple | None = None  # length and counters without that token
     cursor: torch.Tensor | None = None  # see above
     constants: tuple[torch.Tensor, ...] | None = None  # what a step reads of the operator, in their places
     computed: tuple[torch.Tensor, ...] | None = None  # the tensors that `constants` were copied from
@@ -106,18 +105,19 @@ class FixedState(DecodingState):
         if self.computed is None or any(new is not old for new, old in zip(computed, self.computed, strict=True)):
             constants = (places.put(f"constant {i}", one.clone()) for i, one in enumerate(computed))
             self.computed, self.constants = computed, tuple(constants)
-        fix(self.history, max_cache_len)
+        self.history.freeze_capacity(max_cache_len)
         self._pin(places)
         position = self.counters.position
-        self.before = self.history.end, self.history.held, self.length, self.counters
+        self.before = self.length, self.counters
         self.length, self.counters = self.length + 1, replace(self.counters, position=position + 1)
         self.is_ready = True
-        return take_place(self.history), position
+        return self.history.next_slot(), position
 
     def retract(self):
         """Take back the count of a token that `prepare` has counted and no step has used."""
         if self.is_ready:
-            self.history.end, self.history.held, self.length, self.counters = self.before
+            self.history.release_slot()
+            self.length, self.counters = self.before
             self.is_ready = False
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
@@ -173,29 +173,6 @@ class TnnStaticCacheLayer(TnnCacheLayer):
         for state in self.states.values():
             state.retract()
         super().crop(tokens_to_remove)
-
-
-def fix(history: HistoryBuffer, longest: int | None):
-    """Give the buffer the length that it keeps while values come one by one, up to `longest`, with room for one."""
-    history.is_fixed = True
-    wanted = None if history.reach is None else history.reach + history.slack
-    if history.is_ring:
-        places = aligned(wanted)
-        if longest is not None and history.held < longest:
-            places = min(places, aligned(longest))
-    else:
-        places = max(longest or 0, history.buffer.shape[-1]) if wanted is None else wanted + ROOM
-    if history.buffer.shape[-1] != places:
-        history.move(places)
-    history.make_room(1, wanted)
-
-
-def take_place(history: HistoryBuffer) -> int:
-    """The place of the next value, which the caller writes. `fix` has made room for it."""
-    capacity = history.buffer.shape[-1]
-    place = history.end % capacity
-    history.end, history.held = place + 1, min(history.held + 1, capacity)
-    return place
 
 
 class FixedForm(NamedTuple):

@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from ..cache_tnn import TnnCacheLayer, claim, is_toeplitz, past_length
 from ..configuration_tnn import SLIDING, TOEPLITZ
+from ..history import write_rows
 from ..recurrence import DecodingState, prefill
-from .states import bytes_per_channel, compact, forget_first, put, put_rows
+from .states import bytes_per_channel, compact, forget_first, put
 
 # transformers' own layers whose keys and values can be moved.
 OF_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -100,7 +101,7 @@ def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: in
     longest = max(layer.keys.shape[-2], new.keys.shape[-2])
     for name in ("keys", "values"):
         padded = [pad(one, (0, 0, longest - one.shape[-2], 0)) for one in (getattr(layer, name), getattr(new, name))]
-        setattr(layer, name, put_rows(padded[0], rows, padded[1]))
+        setattr(layer, name, write_rows(padded[0], rows, padded[1]))
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = length
     # `reset` of transformers 5.17 leaves as many keys, all zero.

@@ -8,7 +8,7 @@ from functools import singledispatch
 import torch
 from torch.nn.functional import pad
 
-from ..history import ALIGNMENT, GROWTH, LONG_REACH, LONG_ROOM, ROOM, SLACK, HistoryBuffer, aligned
+from ..history import SLACK, HistoryBuffer, slots_after, write_rows
 from ..numerics import compute_dtype, float64_or_widest
 from ..recurrence import Counters, DecodingState, FilterRecurrence, Recurrence
 from ..tno_modal import ModalRecurrence
@@ -50,8 +50,8 @@ def _(recurrence: FilterRecurrence, state: DecodingState, other: DecodingState, 
     else:  # a new block begins for all
         for one in (state, other):
             one.tensors = {name: kept for name, kept in one.tensors.items() if name not in ("future", "ahead")}
-    put_values(state.history, other.history, rows, shared_values(state, other))
-    state.tensors = {name: put_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
+    state.history.insert_rows(other.history, rows, shared_values(state, other))
+    state.tensors = {name: write_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
 
 
 @put.register
@@ -70,29 +70,29 @@ def _(recurrence: ModalRecurrence, state: DecodingState, other: DecodingState, r
 def _(recurrence: CompanionRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
     for one in (state, other):
         end_block(one)  # a new block begins for all
-    put_values(state.history, other.history, rows, shared_values(state, other, extra=recurrence.order))
+    state.history.insert_rows(other.history, rows, shared_values(state, other, extra=recurrence.order))
 
 
 @compact.register
 def _(recurrence: FilterRecurrence, state: DecodingState):
-    compact_history(state.history, state.length)
+    state.history.compact(state.length)
 
 
 @compact.register
 def _(recurrence: ModalRecurrence, state: DecodingState):
     recurrence.advance_memory(state, recurrence.past(state), state.length - recurrence.window - SLACK)
-    compact_history(state.history, recurrence.reach(state))
+    state.history.compact(recurrence.reach(state))
 
 
 @compact.register
 def _(recurrence: CompanionRecurrence, state: DecodingState):
-    compact_history(state.history, state.length + recurrence.order)
+    state.history.compact(state.length + recurrence.order)
 
 
 @bytes_per_channel.register
 def _(recurrence: FilterRecurrence, tokens: int, dtype: torch.dtype) -> int:
     blocks = 2 if recurrence.looks_ahead else 1
-    held = places(None if recurrence.taps is None else recurrence.taps - 1, tokens) + blocks * recurrence.horizon
+    held = slots_after(None if recurrence.taps is None else recurrence.taps - 1, tokens) + blocks * recurrence.horizon
     return held * compute_dtype(dtype).itemsize
 
 
@@ -104,13 +104,13 @@ def _(recurrence: LateRecurrence, tokens: int, dtype: torch.dtype) -> int:
 @bytes_per_channel.register
 def _(recurrence: ModalRecurrence, tokens: int, dtype: torch.dtype) -> int:
     horizon = recurrence.horizon
-    numbers = places(recurrence.window + horizon, tokens) + horizon + 2 * recurrence.operator.num_modes
+    numbers = slots_after(recurrence.window + horizon, tokens) + horizon + 2 * recurrence.operator.num_modes
     return numbers * compute_dtype(dtype).itemsize
 
 
 @bytes_per_channel.register
 def _(recurrence: CompanionRecurrence, tokens: int, dtype: torch.dtype) -> int:
-    held = places(recurrence.order, tokens) + 2 * BLOCK
+    held = slots_after(recurrence.order, tokens) + 2 * BLOCK
     return held * float64_or_widest(recurrence.operator.numerator.device).itemsize
 
 
@@ -143,54 +143,6 @@ def shared_values(state: DecodingState, other: DecodingState, extra: int = 0) ->
     count = min(cut, default=max(history.held for history in both))
     count = min(count, max(state.length, other.length) + extra)
     return count if reach is None else min(count, reach + SLACK)
-
-
-def put_values(history: HistoryBuffer, other: HistoryBuffer, rows: list[int], count: int):
-    """Give the `rows` the newest `count` values of `other`, and keep as many of each row; see `put_rows`.
-
-    Zeros stand before the values of a row that has fewer.
-    """
-    if count > history.held:
-        room = history.room(count, None if history.reach is None else history.reach + history.slack)
-        history.buffer = pad(history.last(history.held), (count - history.held, room))
-        history.end = count
-    history.held = count
-    values, young = other.last(count), min(history.end, count)
-    values = pad(values, (count - values.shape[-1], 0))  # (N, D, count)
-    history.buffer = put_rows(history.buffer, rows, values[..., count - young :], history.end - young)
-    if young < count:  # the ring begins before its front
-        old = values[..., : count - young]
-        history.buffer = put_rows(history.buffer, rows, old, history.buffer.shape[-1] - old.shape[-1])
-
-
-def put_rows(tensor: torch.Tensor, rows: list[int], values: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """`tensor` `(B, ..., C)` with `values` `(N, ..., S)` in the `rows`, from column `first` on.
-
-    It is changed in place, unless rows from B on ask for more of them.
-    """
-    if max(rows) >= len(tensor):
-        grown = tensor.new_empty(max(rows) + 1, *tensor.shape[1:])
-        grown[: len(tensor)] = tensor
-        tensor = grown
-    for row, value in zip(rows, values, strict=True):
-        tensor[row, ..., first : first + value.shape[-1]] = value
-    return tensor
-
-
-def compact_history(history: HistoryBuffer, count: int):
-    """Keep at most the newest `count` values, if the buffer has more places than for so many one by one."""
-    if history.buffer.shape[-1] > places(history.reach, count):
-        kept = history.last(count if history.reach is None else min(count, history.reach + history.slack)).clone()
-        history.buffer, history.end, history.held = kept, kept.shape[-1], kept.shape[-1]
-
-
-def places(reach: int | None, count: int) -> int:
-    """The most places that a buffer has after `count` values that came one by one."""
-    if reach is None:
-        return count + max(LONG_ROOM, count // GROWTH)
-    if reach <= LONG_REACH:
-        return reach + SLACK + ROOM
-    return min(aligned(reach + SLACK), aligned(2 * max(ALIGNMENT, count)))
 
 
 def forget_first(state: DecodingState, count: int):
