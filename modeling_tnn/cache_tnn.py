@@ -10,7 +10,7 @@ names. Others say `cache`: `cache_argument` gives it the name of that release, `
 
 import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,9 +30,7 @@ from .configuration_tnn import SLIDING, TOEPLITZ
 from .extensions import extensions
 from .inputs import is_elsewhere
 from .numerics import is_traced
-from .recurrence import DecodingState, Prompt, advance, decode, is_closed
-from .tno import ToeplitzOperator, gated_matmul
-from .toeplitz_fused import NO_GATE, Gate
+from .recurrence import DecodingState, Prompt, is_closed
 
 NEW, OLD = "cache", "past_key_values"
 CACHE = NEW if NEW in BaseModelOutputWithPast.__dataclass_fields__ else OLD
@@ -107,23 +105,18 @@ class TnnCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
-        """The outputs `(B, L, D)` of `operator` for `key_states` `(B, L, D)`, which continue the sequence; and None.
+    def begin(self, operator, prompt: Prompt):
+        """Make the state of an operator after its first tokens."""
+        self.lazy_initialization(prompt.v)
+        state = self.state_class(operator.recurrence())
+        if self.record_past:
+            state.keep_past()
+        state.store_prompt(prompt)
+        self.states[operator.state_name] = state
 
-        Args:
-            value_states: not used. It is in the signature of every cache layer of transformers.
-            gate, prepared: the gate of the GTU and, for the first call, the kernel, see `tno.Pass`.
-        """
-        self.lazy_initialization(key_states)
-        state = self.states.get(operator.state_name)
-        if state is None:
-            state = self.state_class()
-            if self.record_past:
-                state.keep_past()
-        product = partial(gated_matmul, operator, key_states, gate, prepared)
-        outputs = decode(state, operator, key_states, gate, product)
-        self.states[operator.state_name] = state  # not before: a first call that failed can be made again
-        return outputs, None
+    def update(self, key_states: torch.Tensor, value_states, call: Callable[[], torch.Tensor]):
+        """Return `call()` and None. `Cache.update` of an offloaded cache moves the state before and after it."""
+        return call(), None
 
     def activate_past_recording(self):
         """Let `crop` remove up to 1,024 tokens that came one by one. transformers calls this for assisted decoding."""
@@ -211,10 +204,10 @@ def state_bytes(model: nn.Module, after: int) -> dict[str, int]:
     if not isinstance(after, int) or after < 1:
         raise ValueError(f"`after` must be a whole number from 1 up, got {after!r}")
     for name, module in model.base_model.named_modules():
-        if isinstance(module, ToeplitzOperator):
+        if hasattr(module, "state_name"):
             v = torch.zeros((), dtype=model.dtype, device=model.device).expand(1, after, module.channels)
             state = DecodingState(module.recurrence(), Prompt(v), length=after)
-            advance(state, v[:, :1])
+            state.decode(module, v[:, :1])
             found[name.replace(".mixer", "")] = bytes_of(tensors_of(state))
         elif name.endswith(".attention"):
             kept = after + 1 if module.sliding_window is None else min(after + 1, module.sliding_window - 1)

@@ -41,7 +41,8 @@ from .linear import apply_channel_major, apply_linear, apply_together
 from .norms import NORM_TYPES, RootRMSNorm
 from .numerics import by_parts, compute_dtype, must_be_eager
 from .packing import Documents
-from .tno import NO_PASS, Pass, ToeplitzOperator
+from .recurrence import check_rows, refuse_backward
+from .tno import NO_PASS, Pass, ToeplitzOperator, continue_sequence
 from .tno_auto import build_tno
 from .toeplitz_fused import NO_GATE, Gate
 
@@ -133,8 +134,8 @@ class ShortConvolution(ToeplitzOperator):
                 mixed = self.matmul(gate.inputs(v), passed.documents)
             elif passed.cache.offloading:  # between layers, and this one uses it twice
                 raise ValueError("`past_key_values` must stay on the device for 'hyena', got an offloaded cache")
-            else:  # not through `Cache.update`, which would take the layer to be done
-                mixed = passed.cache.layers[self.layer_idx].update(v, None, self, gate)[0]
+            else:
+                mixed = continue_sequence(self, passed.cache.layers[self.layer_idx], v, gate)
         bias = self.bias.to(mixed.dtype)
         # In place: gigabytes for a long read.
         return mixed + bias if torch.is_grad_enabled() or must_be_eager() else mixed.add_(bias)

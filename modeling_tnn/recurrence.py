@@ -159,6 +159,50 @@ class DecodingState:
         if self.history is not None:
             self.history.slack = CHUNK_SLACK
 
+    def store_prompt(self, prompt: Prompt):
+        """Make the state after the inputs of the first call or, if it may not be needed, store the inputs.
+
+        While training, autograd stores the inputs anyway. A traced graph would record how the state of one length is
+        made.
+        """
+        self.prompt, self.length = prompt, prompt.length
+        if not torch.is_grad_enabled() and not must_be_eager() and self.recurrence.is_early(prompt):
+            # Without its recurrence a model can still be scored. A continued text raises the error again.
+            with contextlib.suppress(DivergenceError):
+                self.build()
+
+    def build(self):
+        """Make the state from the prompt, if this has not been done, and let later calls write into it.
+
+        Outside of inference mode nothing can be written into what was made in it.
+        """
+        if self.prompt is not None:
+            with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
+                self.recurrence.prefill(self, self.prompt)
+            self.prompt, self.history.slack = None, self.slack
+        elif is_closed(self.history.buffer) or any(map(is_closed, self.tensors.values())):
+            self.select(torch.clone)
+
+    def decode(self, operator, v: torch.Tensor, gate: Gate = NO_GATE) -> torch.Tensor:
+        """The gated outputs of `operator` for `v` `(B, L, D)`, which continues the sequences."""
+        check_rows(self.rows, len(v))
+        self.bind_operator(operator, v.device)
+        inputs, recurrence = gate.inputs(v), self.recurrence
+        with torch.no_grad():
+            self.build()
+            x = recurrence.channel_major(inputs)  # (B, D, L)
+            y = (recurrence.step if v.shape[1] == 1 else recurrence.chunk)(self, x)  # (B, D, L)
+        self.length += v.shape[1]
+        y = refuse_backward(y.transpose(1, 2).to(inputs.dtype), chain([inputs], operator.parameters()))
+        return gate.apply(y, operator.implementation)
+
+    def bind_operator(self, operator, device: torch.device):
+        """Continue with `operator`. A copied or unpickled model has another object than the one that began."""
+        if self.recurrence.operator is not operator:
+            self.recurrence = copy.copy(self.recurrence)
+            self.recurrence.operator = operator
+            self.select(lambda tensor: tensor.to(device))
+
     def max_crop(self) -> int:
         """The number of newest tokens that `crop` can remove."""
         return self.length if self.prompt is not None else self.recurrence.max_crop(self)
@@ -172,26 +216,6 @@ class DecodingState:
         self.length -= count
 
 
-def decode(state: DecodingState, operator, v: torch.Tensor, gate: Gate, product: Callable) -> torch.Tensor:
-    """The gated outputs of `operator` for `v` `(B, L, D)`, which continues the sequences of `state`.
-
-    `product()` computes the outputs of the first call.
-    """
-    if state.recurrence is None:
-        state.recurrence = operator.recurrence()
-        # The state is detached. These outputs are not, so training gets their gradients.
-        outputs = product()
-        keep(state, Prompt(v.detach(), gate._replace(u=None)))
-    else:
-        check_rows(state.rows, len(v))
-        attach(state, operator, v.device)
-        inputs = gate.inputs(v)
-        y = refuse_backward(advance(state, inputs), chain([inputs], operator.parameters()))
-        outputs = gate.apply(y, operator.implementation)
-    state.length += v.shape[1]
-    return outputs
-
-
 def check_rows(held: int, given: int):
     """Raise a ValueError if the input has not as many rows as the cache."""
     if held != given:
@@ -201,52 +225,9 @@ def check_rows(held: int, given: int):
         )
 
 
-def keep(state: DecodingState, prompt: Prompt):
-    """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
-
-    While training, autograd keeps the inputs anyway. A traced graph would record how the state of one length is made.
-    """
-    state.prompt = prompt
-    if not torch.is_grad_enabled() and not must_be_eager() and state.recurrence.is_early(prompt):
-        # Without its recurrence a model can still be scored. A continued text raises the error again.
-        with contextlib.suppress(DivergenceError):
-            prefill(state)
-
-
-def prefill(state: DecodingState):
-    """Make the state from the inputs of the first call, if this has not been done, and let later calls write into it.
-
-    Outside of inference mode nothing can be written into what was made in it.
-    """
-    if state.prompt is not None:
-        with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
-            state.recurrence.prefill(state, state.prompt)
-        state.prompt, state.history.slack = None, state.slack
-    elif is_closed(state.history.buffer) or any(map(is_closed, state.tensors.values())):
-        state.select(torch.clone)
-
-
 def is_closed(tensor: torch.Tensor) -> bool:
     """Whether nothing can be written into a tensor, because inference mode, which has ended, has made it."""
     return not is_traced() and tensor.is_inference() and not torch.is_inference_mode_enabled()
-
-
-def attach(state: DecodingState, operator, device: torch.device):
-    """Continue with another operator of the same kind: that of a copy of the model, or after unpickling."""
-    if state.recurrence.operator is not operator:
-        state.recurrence = copy.copy(state.recurrence)
-        state.recurrence.operator = operator
-        state.select(lambda tensor: tensor.to(device))
-
-
-@torch.no_grad()
-def advance(state: DecodingState, v: torch.Tensor) -> torch.Tensor:
-    """The outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`."""
-    prefill(state)
-    recurrence = state.recurrence
-    x = recurrence.channel_major(v)  # (B, D, L)
-    outputs = (recurrence.step if v.shape[1] == 1 else recurrence.chunk)(state, x)  # (B, D, L)
-    return outputs.transpose(1, 2).to(v.dtype)
 
 
 class Recurrence:

@@ -7,6 +7,7 @@ an entry in `tno_auto.py` and in `configuration_tnn.py` or, outside the package,
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from transformers.utils.generic import maybe_autocast
 from .extensions import extensions
 from .numerics import is_exported, without_narrowing
 from .packing import Documents
-from .recurrence import FilterRecurrence, Recurrence
+from .recurrence import FilterRecurrence, Prompt, Recurrence
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, gated_convolution, toeplitz_matmul
 from .toeplitz_fused import NO_GATE, Gate, is_response
 
@@ -149,7 +150,9 @@ class ToeplitzOperator(nn.Module):
                 return gate.apply(matmul_of_rows(self, v, gate, passed), self.implementation)
             if passed.cache is None:
                 return gated_matmul(self, v, gate, passed.prepared)
-            return passed.cache.update(v, None, self.layer_idx, self, gate, passed.prepared)[0]
+            call = partial(continue_sequence, self, passed.cache.layers[self.layer_idx], v, gate, passed.prepared)
+            # `update` moves the states of an offloaded cache to the device, and away after the call.
+            return passed.cache.update(v, None, self.layer_idx, call)[0] if passed.cache.offloading else call()
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""
@@ -158,6 +161,16 @@ class ToeplitzOperator(nn.Module):
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, causal={self.causal}, product={self.implementation}"
+
+
+def continue_sequence(operator: ToeplitzOperator, layer, v, gate: Gate = NO_GATE, prepared: Kernel | None = None):
+    """The gated product with `v` `(B, L, D)`, which continues the sequences in the `layer` of a cache."""
+    state = layer.states.get(operator.state_name)
+    if state is not None:
+        return state.decode(operator, v, gate)
+    outputs = gated_matmul(operator, v, gate, prepared)  # not detached, so training gets their gradients
+    layer.begin(operator, Prompt(v.detach(), gate._replace(u=None)))
+    return outputs
 
 
 def is_convolution(operator: ToeplitzOperator) -> bool:

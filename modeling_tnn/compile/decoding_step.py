@@ -11,6 +11,8 @@ The cache computes the same in blocks of tokens and with room for `crop`. A reco
 counters. The two memories are the real and the imaginary part: ONNX has no complex numbers.
 """
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -71,20 +73,17 @@ class ModalStep(nn.Module):
 STEPS = {"rtf": RtfStep, "s4d": ModalStep, "modal": ModalStep}
 
 
-class StepCache:
-    """The states of each layer in one step, in the place of a cache. Each layer replaces its own."""
+class StepState:
+    """The state of a layer in one step, in the place of a `recurrence.DecodingState`."""
 
-    is_ready = True  # the pass is a step of fixed shape, see `compile/static_cache.py`
+    def __init__(self, step: nn.Module, tensors: list[torch.Tensor]):
+        self.step, self.tensors = step, tensors
 
-    def __init__(self, steps: nn.ModuleList, states: States):
-        self.steps, self.states = steps, list(states)
-        self.layers = [self] * len(steps)
-
-    def update(self, key_states: torch.Tensor, value_states, layer_idx: int, operator, gate: Gate, prepared=None):
+    def decode(self, operator, v: torch.Tensor, gate: Gate) -> torch.Tensor:
         """The output of an operator for one input, `(B, 1, D)`, inside its gate."""
-        v = gate.inputs(key_states)
-        y, self.states[layer_idx] = self.steps[layer_idx](v[:, 0], *self.states[layer_idx])
-        return gate.apply(y[:, None].to(v.dtype), operator.implementation), None
+        v = gate.inputs(v)
+        y, self.tensors = self.step(v[:, 0], *self.tensors)
+        return gate.apply(y[:, None].to(v.dtype), operator.implementation)
 
 
 class DecodingStep(nn.Module):
@@ -118,6 +117,9 @@ class DecodingStep(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
         """The logits `(B, V)` after one more token `(B, 1)`, and the states that hold it."""
-        cache = StepCache(self.steps, states)
+        held = [StepState(*pair) for pair in zip(self.steps, states, strict=True)]
+        # The pass is a step of fixed shape, see `compile/static_cache.py`.
+        layers = [SimpleNamespace(states={"tno": one}, is_ready=True) for one in held]
+        cache = SimpleNamespace(layers=layers, offloading=False)
         logits = self.model(input_ids=input_ids, cache=cache, use_cache=False).logits
-        return logits[:, 0], cache.states
+        return logits[:, 0], [one.tensors for one in held]

@@ -33,7 +33,7 @@ from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
 from ..inputs import check_attention_mask, token_positions
 from ..numerics import is_on_host, is_traced
-from ..recurrence import DecodingState, FilterRecurrence, Recurrence, attach, prefill
+from ..recurrence import DecodingState, FilterRecurrence, Recurrence
 from ..tno import Pass
 from ..tno_rtf import PATROL, CompanionRecurrence, end_block
 from ..toeplitz_fused import NO_GATE, Gate
@@ -95,7 +95,7 @@ class FixedState(DecodingState):
         `max_cache_len` is the number of tokens of the whole sequence, which bounds the places for a long kernel.
         """
         self.retract()
-        prefill(self)
+        self.build()
         like = self.history.buffer[..., :1]
         form = form_of(self.recurrence)
         form.make_ready(self.recurrence, self, like)
@@ -112,6 +112,17 @@ class FixedState(DecodingState):
         self.length, self.counters = self.length + 1, replace(self.counters, position=position + 1)
         self.is_ready = True
         return self.history.next_slot(), position
+
+    def decode(self, operator, v: torch.Tensor, gate: Gate = NO_GATE) -> torch.Tensor:
+        """As for `DecodingState`. A compiled step of one token after `prepare` has a fixed shape."""
+        if not is_traced():
+            self.retract()
+        if not self.is_ready:
+            return super().decode(operator, v, gate)
+        self.is_ready, recurrence = False, self.recurrence
+        inputs = gate.inputs(v)
+        y = form_of(recurrence).step(recurrence, self, recurrence.channel_major(inputs))  # (B, D, 1)
+        return gate.apply(y.transpose(1, 2).to(inputs.dtype), operator.implementation)
 
     def retract(self):
         """Take back the count of a token that `prepare` has counted and no step has used."""
@@ -149,19 +160,6 @@ class TnnStaticCacheLayer(TnnCacheLayer):
     def __init__(self, max_cache_len: int | None = None, **kwargs):
         self.max_cache_len = max_cache_len
         super().__init__()
-
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
-        """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
-        state = self.states.get(operator.state_name)
-        if state is not None and not is_traced():
-            state.retract()
-        if state is None or not state.is_ready:
-            return super().update(key_states, value_states, operator, gate, prepared)
-        state.is_ready = False
-        v = gate.inputs(key_states)
-        recurrence = state.recurrence
-        y = form_of(recurrence).step(recurrence, state, recurrence.channel_major(v))  # (B, D, 1)
-        return gate.apply(y.transpose(1, 2).to(v.dtype), operator.implementation), None
 
     @property
     def is_ready(self) -> bool:
@@ -269,7 +267,7 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
             for name, state in layer.states.items() if is_toeplitz(layer) else ():
                 operator = getattr(block.mixer, name)
                 operator = operator.on_this_process() if operator.on_this_process else operator
-                attach(state, operator, layer.device)
+                state.bind_operator(operator, layer.device)
                 prepared.append((state, operator, state.prepare(operator, layer.max_cache_len)))
         point(prepared)
     positions = None

@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from ..cache_tnn import TnnCacheLayer, claim, is_toeplitz, past_length
 from ..configuration_tnn import SLIDING, TOEPLITZ
 from ..history import write_rows
-from ..recurrence import DecodingState, prefill
 from .states import bytes_per_channel, compact, forget_first, put
 
 # transformers' own layers whose keys and values can be moved.
@@ -80,14 +79,14 @@ def check_new_rows(rows: list[int], held: int, count: int):
 def put_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
     """`put_texts` for one Toeplitz layer."""
     for name, other in new.states.items():
-        prefill(other)
+        other.build()
         state = layer.states.get(name)
         if state is None:
             layer.lazy_initialization(other.history.buffer)
-            state = layer.states[name] = DecodingState(**vars(other))
+            state = layer.states[name] = other
             compact(state.recurrence, state)
             continue
-        prefill(state)
+        state.build()
         put(state.recurrence, state, other, rows)
         state.length = max(state.length, other.length)
     new.reset()

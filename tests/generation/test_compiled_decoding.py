@@ -15,6 +15,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from helpers.caches import TEXT, model_of, states_of
 from helpers.models import relative_error, slow
 from modeling_tnn.cache_tnn import CACHE, max_crop
+from modeling_tnn.tno import continue_sequence
 
 FIRST = ("rpe-medium-decay", "rtf", "converted")
 NEW = 300
@@ -226,7 +227,7 @@ def test_compiled_steps_that_diverge_are_found():
     cache = started(model, TEXT, 9)
     for layer in cache.layers:
         state = layer.states["tno"]
-        layer.update(torch.zeros(2, 1, state.prompt.v.shape[2]).double(), None, state.recurrence.operator)
+        continue_sequence(state.recurrence.operator, layer, torch.zeros(2, 1, state.prompt.v.shape[2]).double())
         state.history.buffer.fill_(torch.finfo(torch.float64).max)
     with pytest.raises(ValueError, match=r"Layer 1, channel \d+: a pole of radius 1.1"):
         Steps(model, cache)(TEXT, 10, 14)

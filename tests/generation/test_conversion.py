@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from helpers.models import lively_language_model, relative_error, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 from modeling_tnn.cache_tnn import TnnCacheLayer
+from modeling_tnn.tno import continue_sequence
 from modeling_tnn.tools.recurrent import ORDERS, fit_layer, fit_recurrence, hankel_eigenvectors
 
 KERNELS = {
@@ -126,7 +127,7 @@ def test_float32_recurrence_stays_with_its_float64_self():
     for dtype in (torch.float64, torch.float32):
         single = copy.deepcopy(operator).to(dtype)
         layer = TnnCacheLayer()
-        steps = [layer.update(v[:, t : t + 1].to(dtype), None, single)[0] for t in range(v.shape[1])]
+        steps = [continue_sequence(single, layer, v[:, t : t + 1].to(dtype)) for t in range(v.shape[1])]
         outputs.append(torch.cat(steps, dim=1))
     assert relative_error(outputs[1], outputs[0]) < 1e-5
 

@@ -10,6 +10,7 @@ from helpers.models import relative_error, slow
 from modeling_tnn import tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, max_crop, memory_per_sequence
 from modeling_tnn.history import CHUNK_SLACK
+from modeling_tnn.tno import continue_sequence
 
 EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "rtf", "modal", *slow("fd", "s4d", "explicit")])
 LONG = 7001
@@ -100,7 +101,7 @@ def test_inputs_that_have_faded_are_not_read(name):
     v = torch.ones(2, LONG, operator.channels)
     v[:, :1000] = torch.nan
     layer = TnnCacheLayer()
-    layer.update(v, None, operator)
+    continue_sequence(operator, layer, v)
     state = layer.states["tno"]
     assert state.history.last(LONG).isfinite().all()
     assert all(tensor.isfinite().all() for tensor in state.tensors.values())

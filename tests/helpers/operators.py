@@ -17,6 +17,7 @@ from helpers.models import UNALIGNED, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.history import SLACK
+from modeling_tnn.tno import continue_sequence
 from modeling_tnn.tno_auto import OPERATORS, build_tno
 
 
@@ -39,7 +40,7 @@ def random_operator(tno_type: str, causal: bool, **fields):
 
 def advance(layer: TnnCacheLayer, v: torch.Tensor, operator) -> torch.Tensor:
     """The outputs for `v`, which continues the text in `layer`."""
-    return layer.update(v, None, operator)[0]
+    return continue_sequence(operator, layer, v)
 
 
 class OperatorTests:

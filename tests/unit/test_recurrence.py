@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers.models import relative_error, seeded, slow, tiny_config
+from helpers.operators import advance
 from modeling_tnn import TnnForCausalLM, numerics, recurrence, tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop
 from modeling_tnn.history import SLACK, HistoryBuffer
@@ -64,10 +65,6 @@ def random_input(length, operator, rows=2):
     return torch.randn(
         rows, length, operator.channels, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
     )
-
-
-def advance(layer, v, operator):
-    return layer.update(v, None, operator)[0]
 
 
 @EVERY_STATE

@@ -11,6 +11,7 @@ from suites.peers import FIELDS
 
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.configuration_tnn import TnnConfig
+from modeling_tnn.tno import continue_sequence
 from modeling_tnn.tno_auto import build_tno
 from tnn_programs.benchmarks.measure import clock, markdown, ratio
 
@@ -32,10 +33,10 @@ class Recurrent:
         self.layer, self.tokens = TnnCacheLayer(), BLOCK
         shape = (args.batch_size, context, self.operator.channels)
         self.v = torch.randn(shape[0], 1, shape[2], device=args.device)
-        self.layer.update(torch.randn(shape, device=args.device), None, self.operator)
+        continue_sequence(self.operator, self.layer, torch.randn(shape, device=args.device))
 
     def step(self):
-        self.layer.update(self.v, None, self.operator)
+        continue_sequence(self.operator, self.layer, self.v)
 
 
 class Dot:
