@@ -41,7 +41,6 @@ from .linear import apply_channel_major, apply_linear, apply_together
 from .norms import NORM_TYPES, RootRMSNorm
 from .numerics import by_parts, compute_dtype, must_be_eager
 from .packing import Documents
-from .recurrence import check_rows, refuse_backward
 from .tno import NO_PASS, Pass, ToeplitzOperator, continue_sequence
 from .tno_auto import build_tno
 from .toeplitz_fused import NO_GATE, Gate
