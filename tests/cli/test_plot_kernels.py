@@ -11,13 +11,10 @@ import torch
 from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import run
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
-from modeling_tnn.plotting import figures
 from modeling_tnn.plotting.reading import (
     Kernel,
     octave_shares,
     octaves,
-    poles_of,
-    read_kernel,
     read_layer,
     summary,
 )
@@ -95,51 +92,6 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
     assert drawn.shares().sum(axis=1).max() < 0.1 and sum(octave_shares(drawn).values()) == pytest.approx(1)
     assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
     assert row["horizon_median"] >= 100 and (growing or row["horizon_median"] == math.ceil(0.9 * 2**15) - 1)
-
-
-def test_poles_are_the_roots_of_the_denominators():
-    operator = seeded(build_tno, tiny_config("rtf"))
-    operator.reset_parameters()
-    denominators = operator.companion_form().denominator.detach().numpy()  # (D, N)
-    expected = np.sort_complex(np.roots(np.concatenate([[1.0], denominators[0]])))
-    poles = poles_of(operator).detach().numpy()
-    np.testing.assert_allclose(np.sort_complex(poles[0]), expected, atol=1e-9)
-    assert len(poles) == len(denominators) and poles_of(build_tno(tiny_config())) is None
-
-
-@pytest.mark.parametrize("tno_type", ["rtf", "s4d"])
-def test_the_largest_pole_is_one_of_those_of_many_kernels(tno_type):
-    operator = seeded(build_tno, tiny_config(tno_type, hidden_size=64, rtf_num_denominators=None, rtf_constraint=None))
-    operator.reset_parameters()
-    with torch.no_grad():
-        if tno_type == "rtf":
-            operator.denominator[1] = 0
-            operator.denominator[1, 0] = -1.5
-            expected = 1.5
-        else:
-            operator.log_real[1] -= 5
-            expected = operator.powers(torch.ones(1))[1].abs().max().item()
-        assert poles_of(operator).abs().max().item() == pytest.approx(expected)
-        assert len(poles_of(operator)) <= 65 < operator.channels
-
-
-@pytest.mark.parametrize("taps", [np.zeros((2, 9)), np.eye(2, 9), np.ones((1, 9))], ids=["zeros", "one", "flat"])
-@pytest.mark.filterwarnings("error")
-def test_extreme_kernels_can_be_drawn(taps):
-    kernel = Kernel("layer 0", taps, np.arange(-4, 5))
-    for figure in (figures.layer(kernel, 4), figures.overview([kernel], "title")):
-        figure.canvas.draw()
-    assert summary(kernel)["largest_pole"] is None
-
-
-def test_bidirectional_kernel_is_read_with_its_lags():
-    operator = seeded(build_tno, tiny_config("rtf", causal=False)).double()
-    operator.reset_parameters()
-    kernel = read_kernel(operator, 5, "layer 0")
-    row = torch.from_numpy(kernel.taps[0])
-    torch.testing.assert_close(operator.dense(5)[0, :, 0].detach(), row[kernel.lags >= 0])
-    torch.testing.assert_close(operator.dense(5)[0, 0].detach(), row[kernel.lags <= 0].flip(0))
-    np.testing.assert_array_equal(kernel.cut(3).taps, kernel.taps[:, 2:7])
 
 
 IMAGES = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spatial_dims": 2}

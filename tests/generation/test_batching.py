@@ -146,17 +146,6 @@ def test_a_limit_of_memory(name):
             scheduler.submit(prompt_of(5), max_new_tokens=10_000)
 
 
-def test_a_full_queue():
-    scheduler = BatchScheduler(model_of("rtf"), max_batch_size=1, max_waiting=2)
-    scheduler.submit(prompt_of(3), **GREEDY)
-    scheduler.step()
-    scheduler.submit(prompt_of(3), **GREEDY), scheduler.submit(prompt_of(3), **GREEDY)
-    with pytest.raises(QueueFullError, match="2 texts are waiting"):
-        scheduler.submit(prompt_of(3), **GREEDY)
-    scheduler.run()
-    assert scheduler.submit(prompt_of(3), **GREEDY)
-
-
 def test_a_place_is_no_queue():
     """A text waits where no place is free; clients have queues of their own, up to a bound for all."""
     scheduler = BatchScheduler(model_of("rtf"), max_batch_size=3, max_waiting=1)

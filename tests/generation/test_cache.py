@@ -16,7 +16,7 @@ from helpers.caches import TEXT, model_of, passes
 from helpers.hybrids import HYBRIDS
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.cache_tnn import CACHE, TnnCacheLayer, memory_per_sequence
+from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from modeling_tnn.history import HistoryBuffer
 
 
@@ -82,10 +82,6 @@ def test_eager_attention_decodes_after_padding():
         expected = model(TEXT, attention_mask=mask, use_cache=False).logits
         found = passes(model, TEXT, [30] + [1] * 9 + [3, 1, 20, 2, 1, 94], mask)
         assert relative_error(found[mask.bool()], expected[mask.bool()]) < 1e-5
-
-
-def test_a_layer_has_no_limit():
-    assert TnnCacheLayer().get_max_length() == -1  # transformers' number for it
 
 
 def test_memory_of_attention():

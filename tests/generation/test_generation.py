@@ -7,8 +7,7 @@ import torch
 import transformers
 from accelerate import cpu_offload
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache
 from transformers.generation import stopping_criteria
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -22,27 +21,6 @@ PROMPT = torch.arange(14).view(2, 7) * 5 + 3
 
 def language_model(tno_type, **fields):
     return lively_language_model(tno_type=tno_type, **fields)
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """99 words, w0 to w98."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(99)}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"bos_token": "w0", "pad_token": "w1", "eos_token": "w2", "unk_token": "w3"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
-
-
-def test_pipeline():
-    """Batched, with prompts of different lengths: the same texts as one by one."""
-    generator = pipeline("text-generation", model=language_model("rtf"), tokenizer=word_tokenizer())
-    prompts = ["w5 w6 w7 w8", "w9", "w10 w11 w12 w13 w14 w15 w16"]
-    options = {"max_new_tokens": 15, "do_sample": False}
-    batched = generator(prompts, batch_size=3, **options)
-    for prompt, result in zip(prompts, batched, strict=True):
-        alone = generator(prompt, **options)
-        assert result == alone
-        assert alone[0]["generated_text"].startswith(prompt)
-        assert alone[0]["generated_text"].count("w") > prompt.count("w") + 10
 
 
 def test_there_is_a_cache_unless_nobody_wants_one_and_the_mask_covers_it():
@@ -166,19 +144,3 @@ def test_early_exit_is_greedy(name):
         assert torch.equal(generate(model, prompt, 12, assistant_early_exit=layers), expected)
         assert model.config.num_hidden_layers == before
     assert torch.equal(generate(model, prompt, 12), expected)
-
-
-def test_fewer_layers():
-    """`assistant_early_exit` runs the same computation as a model with fewer layers."""
-    model, text = model_of("rpe", num_hidden_layers=3), text_of(40)
-    model.config.num_hidden_layers = 2
-    outputs = model(text, output_hidden_states=True)
-    assert len(outputs.hidden_states) == 3 and len(outputs.past_key_values) == 2
-    shorter = model_of("rpe", num_hidden_layers=2)
-    shorter.load_state_dict(model.state_dict(), strict=False)
-    assert torch.equal(outputs.logits, shorter(text).logits)
-    model.config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="must be a cache for TNNs of 3 layers.*, got DynamicCache of 2"):
-        model(text, past_key_values=outputs.past_key_values)
-    with pytest.raises(ValueError, match=r"`num_hidden_layers` must be in \[1, 1,024\], got 0"):
-        generate(model, text[:1], 3, assistant_early_exit=0)

@@ -4,16 +4,13 @@ import json
 import re
 import sys
 import threading
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard, SpaceCard
-from packaging.requirements import Requirement
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-import modeling_tnn
 from helpers import processes
 from helpers.hub_server import HubServer, client, environment
 from helpers.scripts import ROOT, run_script, save_model
@@ -135,17 +132,6 @@ def test_dry_run(model_folder, tmp_path, monkeypatch, capsys):
         run_script("push_to_hub", *given, "--output_dir", tmp_path / "model")
     run_script("push_to_hub", *given, "--space")
     assert f"Space {REPO} (private if it is new): 3 files" in capsys.readouterr().out
-
-
-def test_what_a_space_installs():
-    """This release with what the page imports, and the Gradio that pyproject.toml allows and CI pins."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name, extras = re.match(r"([\w-]+)\[([\w,]+)\]==", push_to_hub.PACKAGE).groups()
-    assert push_to_hub.PACKAGE.endswith(f"=={modeling_tnn.__version__}") and name == project["name"]
-    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
-    (gradio,) = map(Requirement, project["optional-dependencies"]["space"])
-    assert gradio.name == "gradio" and push_to_hub.GRADIO in gradio.specifier
-    assert f"gradio=={push_to_hub.GRADIO}" in (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
 
 
 BY_METHODS = """

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Trainer,
     TrainingArguments,
@@ -198,12 +197,6 @@ def test_every_cast_is_as_good_as_loading(tno_type, causal, dtype, tmp_path):
         assert loaded < {torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
         errors = [error(cast(copy.deepcopy(model), dtype, tmp_path)) for cast in CASTS]
     assert max(errors) <= 2 * loaded, (loaded, errors)
-
-
-def test_wrong_direction_names_the_field(tmp_path):
-    seeded(TnnModel, tiny_config("rpe", False)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="`causal` must be True for TnnForCausalLM, got False"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_other_sizes_are_the_error_of_transformers(tmp_path):

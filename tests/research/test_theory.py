@@ -9,39 +9,17 @@ import numpy as np
 import pytest
 import torch
 from scipy import signal
-from torch import nn
 from torch.nn.functional import conv1d, pad
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from helpers.models import random, relative_error, seeded, tiny_config, two_sided
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
-from modeling_tnn.position_encoder import RelativePositionEncoder
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rtf import companion_matrix, monic
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
 theory = import_module("theory")
 pytestmark = pytest.mark.slow
-
-
-def test_nystroem_is_the_interpolation_with_the_kernel_itself():
-    """W A W^T = F A^+ B where W A = F and A W^T = B: at a point for each position, else to order h^2."""
-    parts = theory.Interpolated(lambda lags: torch.exp(-lags / 20), 33, 9)  # F A^+ B is T; A has no inverse
-    assert torch.linalg.matrix_rank(parts.middle) == 1 and relative_error(parts.nystroem(), parts.toeplitz) < 1e-12
-    parts = theory.Interpolated(theory.smooth_kernel, 33, 33)
-    assert relative_error(parts.product(), parts.toeplitz) < 1e-14
-    assert relative_error(parts.nystroem(), parts.toeplitz) < 1e-5, "A is nearly singular"
-    errors = []
-    for rank in (9, 17):
-        parts = theory.Interpolated(theory.smooth_kernel, 33, rank)
-        pairs = [
-            (parts.weights @ parts.middle, parts.left),
-            (parts.middle @ parts.weights.t(), parts.right),
-            (parts.product(), parts.nystroem()),
-        ]
-        errors.append([relative_error(*pair) for pair in pairs])
-    for coarse, fine in zip(*errors, strict=True):
-        assert abs(math.log2(coarse / fine) - 2) < 0.3
 
 
 def test_spectral_error_is_within_its_bound():
@@ -53,44 +31,6 @@ def test_spectral_error_is_within_its_bound():
         derivative = theory.largest_derivative(theory.smooth_kernel, 2, 65 + 2 * row["distance"], step=0.05)
         entry = (parts.weights @ parts.middle - parts.left).abs().max().item()
         assert 0.01 < entry / (theory.PSI * row["distance"] ** 2 * derivative) <= 1 or entry < 1e-12
-
-
-def encoder(norm: str | None) -> RelativePositionEncoder:
-    """A ReLU encoder of the lag with random biases; without any norm if None."""
-    config = tiny_config(rpe_dim=16, rpe_layers=2, rpe_norm_type=norm or "layernorm", rpe_residual=False)
-    made = seeded(RelativePositionEncoder, config, num_outputs=3, act="relu").double()
-    if norm is None:
-        for layer in (*made.layers, made.out):
-            layer.norm = nn.Identity()
-    return made
-
-
-def encoded(made: RelativePositionEncoder, lags: torch.Tensor) -> torch.Tensor:
-    """The outputs `(M, D)` at the lags `(M,)`."""
-    return made.emit(made.features(lags), torch.ones_like(lags)).t()
-
-
-def curved_share(made: RelativePositionEncoder) -> float:
-    """The share of lags, of 8,001 between -20 and 20, at which the function is curved."""
-    with torch.no_grad():
-        found = encoded(made, torch.linspace(-20, 20, 8001, dtype=torch.float64))  # (M, D)
-    return (found.diff(n=2, dim=0).abs() > 1e-9 * found.abs().max() / 8001).double().mean().item()
-
-
-def test_a_relu_encoder_without_norms_is_piecewise_linear():
-    """SKI paper, proposition 1: curved at no more lags than next to its kinks, of which 48 units make a few."""
-    assert curved_share(encoder(None)) < 2 * 150 / 8001
-
-
-@pytest.mark.parametrize("norm", ["layernorm", "simplermsnorm"])
-def test_a_norm_makes_it_curved(norm):
-    """It divides by a function of the lag: proposition 1 holds without one only. At far lags it goes to a constant."""
-    made = encoder(norm)
-    assert curved_share(made) > 0.9
-    first, second = encoded(made, torch.tensor([1e6, 2e6], dtype=torch.float64))
-    assert relative_error(first, second) < 1e-3
-    first, second = encoded(encoder(None), torch.tensor([1e6, 2e6], dtype=torch.float64))
-    assert relative_error(2 * first, second) < 1e-3, "without a norm it grows with the lag"
 
 
 @pytest.mark.parametrize("act", theory.FD_ACTS)

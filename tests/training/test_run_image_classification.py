@@ -205,15 +205,6 @@ def test_accumulated_steps_are_one_of_the_whole_batch(tmp_path, monkeypatch):
     torch.testing.assert_close(*found)
 
 
-def test_each_picture_comes_three_times():
-    sampler = script.RepeatingSampler(10, seed=0)
-    first = list(sampler)
-    assert len(sampler) == len(first) == 10 and list(sampler) == first
-    assert [first.count(row) for row in dict.fromkeys(first)] == [3, 3, 3, 1]
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-
-
 def test_evaluation_sees_the_middle_of_a_picture():
     """As in DeiT: the shorter side has 256 / 224 of the model's side."""
     rows = np.zeros((32, 64, 3), dtype=np.uint8)

@@ -65,19 +65,6 @@ def test_paths_keep_clear_of_each_other(side):
     assert np.linalg.norm(first[:, None] - second, axis=-1).min() >= geometry.clearance
 
 
-def test_circles_say_the_label(monkeypatch):
-    """They mark both ends of one path, or one end of each."""
-    drawn = []
-    monkeypatch.setattr(pathfinder, "render", lambda geometry, paths, circles: drawn.append((paths, circles)))
-    for label in (0, 1) * 4:
-        pathfinder.draw_sample(np.random.default_rng(len(drawn)), pathfinder.GEOMETRIES[128], label)
-        (first, second, *_), (start, end) = drawn[-1]
-        of_start = 0 if np.array_equal(start, first[0, 0]) else 1
-        of_end = 0 if np.array_equal(end, first[-1, 1]) else 1
-        assert (of_start == of_end) == bool(label)
-        assert np.array_equal(end, (first, second)[of_end][-1, 1])
-
-
 def test_pathfinder_pictures():
     """Smaller ones have the size that `--max_length` says, for a model of as many positions."""
     assert all(len(row["pixels"]) == 1024 and max(row["pixels"]) == 255 for row in pathfinder.samples(4, 0, 32))
@@ -139,26 +126,6 @@ def test_groups_of_passages():
     assert len(lra.parts_of([*TEXTS, "ab"], "test", 50)) == 3
     with pytest.raises(ValueError, match="at least 2 groups with 51 characters for the test split, got 0"):
         lra.parts_of(TEXTS, "test", 51)
-
-
-@pytest.mark.parametrize("split, first, last", [("train", 0, 399), ("test", 450, 499)])
-def test_passages(split, first, last):
-    """Half of the pairs are of one text; every text and every place of its part occurs, and no other place."""
-    parts = tuple(lra.parts_of(TEXTS, split, 10))
-    rows = list(lra.passage_samples(1000, 0, parts, 10))
-    assert [row["label"] for row in rows[:4]] == [0, 1, 0, 1]
-    places, books = set(), []
-    for row in rows:
-        pair = [[divmod(ord(letter), 1000) for letter in row[name]] for name in ("text1", "text2")]
-        assert (pair[0][0][0] == pair[1][0][0]) == (row["label"] == 1)
-        for passage in pair:
-            book, start = passage[0]
-            assert passage == [(book, start + i) for i in range(10)]
-            places.update(place for _, place in passage)
-            books.append(book)
-    assert {first, last} <= places <= set(range(first, last + 1))
-    assert min(books.count(book) for book in (1, 2, 3)) > 550
-    assert rows == list(lra.passage_samples(1000, 0, parts, 10)) != list(lra.passage_samples(1000, 1, parts, 10))
 
 
 def test_presets():

@@ -91,22 +91,6 @@ def test_states_and_blocks_of_the_models():
     assert args.models()["pure"].toeplitz_mixer == "gtu"
 
 
-def test_enough_states_hold_a_delay():
-    """The filter z^-lag is a solution as soon as the state holds the lag."""
-    args = arguments(task="delay", memory=6, length=40, hidden_size=2, state_sizes=[6], rtf_initializer="zeros")
-    model = run_synthetic.DelayModel(args.state_config(6))
-    with torch.no_grad():
-        model.encoder.weight.fill_(1), model.encoder.bias.zero_()
-        model.decoder.weight.fill_(0.5), model.decoder.bias.zero_()
-        model.tno.direct.zero_(), model.tno.numerator[:, 5].fill_(1)
-    row = {name: values[None] for name, values in Delay(1, 0, 40, 6)[0].items()}
-    outputs = model(**row)
-    assert outputs["loss"] < 1e-10
-    assert run_synthetic.delay_error(outputs["logits"].detach().numpy(), row["labels"].numpy())["error"] < 1e-5
-    half = run_synthetic.delay_error(0.5 * row["labels"].numpy(), row["labels"].numpy())
-    assert half["error"] == pytest.approx(0.5)
-
-
 FIXED = "--max_steps 2 --max_train_samples 20 --max_eval_samples 10 --save_strategy no --hidden_size 4 --seeds 0 1"
 
 

@@ -22,17 +22,8 @@ from modeling_tnn import (
     list_presets,
     load_preset,
 )
-from modeling_tnn.configuration_tnn import CHOICES, DERIVED
-from modeling_tnn.extensions import IMPLEMENTATIONS
-from modeling_tnn.inputs import POOLINGS
-from modeling_tnn.modeling_tnn import NORM_POSITIONS
-from modeling_tnn.norms import NORM_TYPES
+from modeling_tnn.configuration_tnn import DERIVED
 from modeling_tnn.presets import configuration_folder, preset_folders
-from modeling_tnn.tno_auto import COMBINATIONS
-from modeling_tnn.tno_rpe import RPE_INPUTS
-from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
-from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES
-from modeling_tnn.tno_ski import INITIAL_DEVIATIONS
 from tnn_programs.cli.training_arguments import read_presets
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
@@ -83,24 +74,6 @@ def test_round_trip(tmp_path):
         first, second = ((tmp_path / name / "config.json").read_text() for name in ("first", "second"))
         assert first == second
         assert json.loads(first)["fd_resolution"] == 256
-
-
-def test_names_are_those_of_the_tables():
-    tables = {
-        "norm_type": NORM_TYPES,
-        "norm_position": NORM_POSITIONS,
-        "tno_implementation": IMPLEMENTATIONS,
-        "rtf_constraint": CONSTRAINTS,
-        "spatial_mixing": COMBINATIONS,
-        "rpe_input": RPE_INPUTS,
-        "rtf_initializer": INITIAL_BOUNDS,
-        "ski_initializer": INITIAL_DEVIATIONS,
-        "s4d_initializer": INITIAL_MODES,
-        "s4d_discretization": DISCRETIZATIONS,
-        "classifier_pooling": {None: "by the direction"} | POOLINGS,
-    }
-    for name, table in tables.items():
-        assert CHOICES[name] == tuple(table)
 
 
 def test_the_docstring_has_all_fields():

@@ -68,20 +68,6 @@ def language_model(operator, product):
 
 
 @every_operator
-def test_second_derivatives_of_operators(operator):
-    """With respect to inputs, gates and parameters; with padding and without."""
-    for masked in (False, True):
-        found = []
-        for product in WAYS:
-            tno, v = operator_and_input(operator, product)
-            u = random(*v.shape) * 0.9
-            gating = Gate(u, silu, mask_of(*v.shape[:2]) if masked else None)
-            inputs = (v, u, *tno.parameters())
-            found.append(derivatives(lambda *_, tno=tno, v=v, gating=gating: tno(v, gating), inputs, 2))
-        assert_close(*found, 1e-9)
-
-
-@every_operator
 def test_operators_under_torch_func(operator):
     found = []
     for product in WAYS:

@@ -31,7 +31,6 @@ KINDS = {
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
     "hyena": {"tno_type": "hyena", "max_position_embeddings": 50},
 }
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 # Others of the usual kinds have the same states.
 ALIKE = ("rpe-learnable-decay", "rpe-decay-one", "rpe-slow-decay", "fd-long", "rtf-odd-length", "rtf-no-constraint")
 EVERY_STATE = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ALIKE] + slow(*ALIKE))
@@ -65,17 +64,6 @@ def random_input(length, operator, rows=2):
     return torch.randn(
         rows, length, operator.channels, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
     )
-
-
-@EVERY_STATE
-def test_steps_equal_the_product(kind, blocks):
-    """Tokens one by one, through whole blocks and all of their tiles."""
-    operator = operator_of(kind)
-    for prompt in (7, 300):
-        v, layer = random_input(prompt + 150, operator), TnnCacheLayer()
-        parts = [advance(layer, v[:, :prompt], operator)]
-        parts += [advance(layer, v[:, t : t + 1], operator) for t in range(prompt, prompt + 150)]
-        assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
 
 
 @pytest.mark.parametrize("blocks", ["small blocks", *slow("usual blocks")], indirect=True)
