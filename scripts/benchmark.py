@@ -8,6 +8,7 @@ Example:
     python scripts/benchmark.py gpu --output_dir outputs/gpu
 """
 
+import inspect
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ from typing import Literal
 from tnn_programs.cli.errors import importing, report_errors
 
 from tnn_programs.cli.atomic import check_writable, write_json
-from tnn_programs.cli.declared import declared_keys, declared_text
+from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.parser import ProgramParser, option
 
-PARTS = declared_keys("tnn_programs.benchmarks.gpu", "PARTS")
+PARTS = NAMES["tnn_programs.benchmarks.gpu.PARTS"]
 
 
 @dataclass
@@ -36,6 +37,14 @@ class Benchmark:
 
 @dataclass
 class Models(Benchmark):
+    """The cost of trained models: a training step, a new token after a context, and the state that decoding keeps.
+
+    A training step is the forward pass, the loss and the backward pass, without the optimizer. The loss of every model
+    is computed by the same function, without the logits of the whole batch. A repeat of decoding is 128 tokens, a
+    whole decoding block of a TNN whose kernels decay, in rounds of 32 tokens. Ratios are over the first model. The
+    state is that of one sequence after the context, in MiB.
+    """
+
     model_name_or_path: list[str] = field(kw_only=True)
     block_size: int = 512
     tokens: int = option(2048, "Tokens in a batch.")
@@ -46,6 +55,13 @@ class Models(Benchmark):
 
 @dataclass
 class Gpu(Benchmark):
+    """All that only a GPU can tell of speed: losses, training steps beside peers, decoding, Toeplitz products.
+
+    Writes into --output_dir, after each row: gpu.json (all figures) and gpu.md (a page). What fails has its error in
+    its row, and the others go on. Whether products are right on a GPU is a test (`make test-gpu`). With --device cpu
+    --quick all runs with tiny sizes: a test of the program.
+    """
+
     repeats: int = option(10, "Number of rounds; results are medians.")
     output_dir: Path = Path("outputs/gpu")
     quick: bool = option(False, "Tiny sizes, in less than a minute on a CPU.")
@@ -64,8 +80,7 @@ def parse_arguments() -> Namespace:
     parser = ProgramParser(description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
     for name, (options, summary) in SUITES.items():
-        text = declared_text(f"tnn_programs.benchmarks.{name}")
-        suites.add_parser(name, help=summary, description=text, classes=[options])
+        suites.add_parser(name, help=summary, description=inspect.getdoc(options), classes=[options])
     return parser.parse_args()
 
 

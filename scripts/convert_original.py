@@ -21,13 +21,11 @@ from pathlib import Path
 from tnn_programs.cli.errors import importing, report_errors
 
 from tnn_programs.cli.atomic import check_overwriting, claim, new_files, read_json, write_json
-from tnn_programs.cli.declared import declared_keys
+from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.model_path import fault_of, naming
 from tnn_programs.cli.parser import ProgramParser
 
-ARCHITECTURES, HEADS = (
-    declared_keys("modeling_tnn.original.architectures", name) for name in ("ARCHITECTURES", "HEADS")
-)
+ARCHITECTURES, HEADS = (NAMES[f"modeling_tnn.original.architectures.{name}"] for name in ("ARCHITECTURES", "HEADS"))
 
 
 def parse_arguments() -> argparse.Namespace:

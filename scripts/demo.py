@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_programs.cli.declared import declared_keys
+from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.model_path import nearest
 from tnn_programs.cli.parser import option, parse_arguments
 from tnn_programs.cli.training_arguments import PretrainArguments
 
-OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
+OPERATORS = NAMES["modeling_tnn.configuration_tnn.DIRECTIONS"]
 
 
 @dataclass

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from tnn_programs.cli.errors import report_errors
 
-from tnn_programs.cli.declared import declared_keys, start
+from tnn_programs.cli.declared import NAMES, start
 from tnn_programs.cli.model_path import check_model_path, check_path
 from tnn_programs.cli.parser import check_counts, option, require
 from tnn_programs.cli.text_files import check_file
 from tnn_programs.cli.training_arguments import GroupArguments
 
-TASKS = declared_keys("tnn_programs.data.glue", "TASKS")
-METRICS = declared_keys("tnn_programs.data.glue", "FUNCTIONS")
+TASKS = NAMES["tnn_programs.data.glue.TASKS"]
+METRICS = NAMES["tnn_programs.data.glue.FUNCTIONS"]
 
 
 @dataclass(kw_only=True)

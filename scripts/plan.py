@@ -17,13 +17,13 @@ from pathlib import Path
 from tnn_programs.cli.errors import importing, report_errors
 
 from tnn_programs.cli.atomic import check_writable
-from tnn_programs.cli.declared import declared_keys
+from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.model_path import find_config
 from tnn_programs.cli.parser import ProgramParser
 from tnn_programs.cli.training_arguments import OBJECTIVES, OPTIMIZERS
 
-ENGINES = declared_keys("tnn_programs.training.plan", "ENGINES")
-GPUS = declared_keys("tnn_programs.training.costs", "PEAKS")
+ENGINES = NAMES["tnn_programs.training.plan.ENGINES"]
+GPUS = NAMES["tnn_programs.training.costs.PEAKS"]
 
 
 def parse_arguments() -> argparse.Namespace:

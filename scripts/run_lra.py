@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tnn_programs.cli.errors import report_errors
 
-from tnn_programs.cli.declared import declared_keys, start
+from tnn_programs.cli.declared import NAMES, start
 from tnn_programs.cli.model_path import check_path
 from tnn_programs.cli.parser import check_counts, option, require
 from tnn_programs.cli.task_arguments import ClassifierArguments
@@ -25,7 +25,7 @@ from tnn_programs.cli.task_arguments import ClassifierArguments
 class LraArguments(ClassifierArguments):
     """The task, its data and the model."""
 
-    task: str = option(choices=tuple(declared_keys("tnn_programs.data.lra", "TASKS")))
+    task: str = option(choices=NAMES["tnn_programs.data.lra.TASKS"])
     dataset_path: str | None = None
     max_length: int | None = option(
         None, "Largest number of tokens. Longer texts are cut; ListOps has shorter samples."

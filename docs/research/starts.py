@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from modeling_tnn.plotting.reading import Kernel
 from modeling_tnn.tno import ToeplitzOperator
-from tnn_programs.cli.declared import changed, training_options
+from tnn_programs.cli.declared import trainer_arguments, training_options
 from tnn_programs.cli.parser import parse_arguments
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.run_ablation import AblationArguments
@@ -348,7 +348,7 @@ def compare_starts(args: StartArguments, training: TrainingArguments):
 @report_errors
 def main():
     args, options = parse_arguments([StartArguments, training_options()], __doc__)
-    training = TrainingArguments(**changed(options))
+    training = trainer_arguments(options)
     with comparison(args, training):
         compare_starts(args, training)
 

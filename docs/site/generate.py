@@ -1,10 +1,11 @@
-"""Write the reference pages from the code. A test compares them with what this program makes.
+"""Write the reference pages from the code, and what command lines are checked with. Tests compare both.
 
 Example:
     python docs/site/generate.py
 """
 
 import argparse
+import enum
 import json
 import re
 import sys
@@ -16,19 +17,38 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig, HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 import modeling_tnn
+import tnn_programs
 from modeling_tnn import TnnConfig
 from modeling_tnn.presets import configuration_folder, preset_folders
 from modeling_tnn.tools import sequence_pairs
 from tnn_programs.cli.commands import COMMANDS
+from tnn_programs.cli.declared import TYPES
+from tnn_programs.cli.generation_fields import OF_JSON
 from tnn_programs.cli.parser import HELP, OF_TRAINER, SECTIONS, ProgramParser, default_of
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.cli.training_arguments import PresetTraining
 from tnn_programs.presets import about, cells, grouped_presets, recipe_files, trainer_of
 
 PAGES = Path(__file__).parents[1] / "reference"
+DECLARED = Path(tnn_programs.__file__).parent / "cli" / "declared.json"
+# Tables, tuples and Enums whose names options take.
+NAMES = (
+    "modeling_tnn.configuration_tnn.DIRECTIONS",
+    "modeling_tnn.original.architectures.ARCHITECTURES",
+    "modeling_tnn.original.architectures.HEADS",
+    "tnn_programs.benchmarks.gpu.PARTS",
+    "tnn_programs.data.glue.FUNCTIONS",
+    "tnn_programs.data.glue.TASKS",
+    "tnn_programs.data.lra.TASKS",
+    "tnn_programs.training.costs.PEAKS",
+    "tnn_programs.training.plan.ENGINES",
+    "transformers.trainer_utils.SchedulerType",
+    "transformers.training_args.OptimizerNames",
+)
 NOTE = "<!-- Written by docs/site/generate.py. -->\n\n"
 # A field of the docstring: "name[ (defaults to ...)]: meaning", to the next one.
 FIELD = re.compile(r"^        (\w+)(?: \(defaults to (.*?)\))?: (.*?)(?=^        \w|\Z)", re.MULTILINE | re.DOTALL)
@@ -311,7 +331,41 @@ GENERATED = {
 }
 
 
+def declared() -> dict:
+    """What `tnn_programs.cli.declared` reads: names of the code and of the installed release of transformers."""
+    names = {}
+    for path in NAMES:
+        module, _, name = path.rpartition(".")
+        found = getattr(import_module(module), name)
+        names[path] = [one.value if isinstance(one, enum.Enum) else one for one in found]
+    return {"names": names, "generation": generation_fields(), "training": training_fields()}
+
+
+def generation_fields() -> dict[str, list[str]]:
+    """The fields of GenerationConfig with their kinds, which only its docstring has."""
+    kinds = dict.fromkeys((name for name in vars(GenerationConfig()) if name[0] != "_"), [])
+    for name, text in re.findall(r"^\s*(\w+) *\((.*)\):?$", GenerationConfig.__doc__, re.MULTILINE):
+        outer = re.sub(r"(list|tuple|dict)[\[(].*", r"\1", text.partition("*optional*")[0].partition("defaults to")[0])
+        kinds[name] = [word for word in re.findall(r"\w+", outer) if word in OF_JSON]
+    return kinds
+
+
+def training_fields() -> dict[str, dict]:
+    """The fields of TrainingArguments as `argparse` takes them: type, default, help, and what else they have."""
+    options = {}
+    for action in HfArgumentParser(TrainingArguments)._actions:
+        if isinstance(action, argparse._StoreAction):
+            kind = "bool" if action.type is string_to_bool else getattr(action.type, "__name__", "")
+            choices = list(action.choices or (isinstance(action.type, enum.EnumMeta) and action.type) or ()) or None
+            made = {"type": kind if kind in TYPES else "str", "default": action.default, "choices": choices}
+            made |= {name: getattr(action, name) for name in ("nargs", "const", "help")}
+            found = {name: value for name, value in made.items() if value is not None or name == "default"}
+            options[action.dest] = found
+    return options
+
+
 def main():
+    DECLARED.write_text(json.dumps(declared(), indent=2) + "\n", encoding="utf-8")
     for name, make in GENERATED.items():
         (PAGES / name).write_text(NOTE + make(), encoding="utf-8")
 

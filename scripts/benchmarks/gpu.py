@@ -1,9 +1,4 @@
-"""All that only a GPU can tell of speed: losses, training steps beside peers, decoding, Toeplitz products.
-
-Writes into --output_dir, after each row: gpu.json (all figures) and gpu.md (a page). What fails has its error in its
-row, and the others go on. Whether products are right on a GPU is a test (`make test-gpu`). With --device cpu --quick
-all runs with tiny sizes: a test of the program.
-"""
+"""The suite `gpu` of scripts/benchmark.py: what only a GPU can tell of speed."""
 
 import argparse
 import platform

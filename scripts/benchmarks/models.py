@@ -1,10 +1,4 @@
-"""The cost of trained models: a training step, a new token after a context, and the state that decoding keeps.
-
-A training step is the forward pass, the loss and the backward pass, without the optimizer. The loss of every model is
-computed by the same function, without the logits of the whole batch. A repeat of decoding is 128 tokens, a whole
-decoding block of a TNN whose kernels decay, in rounds of 32 tokens. Ratios are over the first model. The state is that
-of one sequence after the context, in MiB.
-"""
+"""The suite `models` of scripts/benchmark.py: the cost of trained models."""
 
 import statistics
 from collections.abc import Callable

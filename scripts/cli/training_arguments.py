@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tnn_programs.cli.declared import enum_values
+from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.model_path import check_path, configuration_folder, find_config, nearest
 from tnn_programs.cli.parser import load_config, option, require
 from tnn_programs.cli.text_files import check_file, check_source, is_fasta
@@ -30,8 +30,8 @@ MUON = "muon"
 # gradients, which the loop of `pretrain.py` does not give them.
 OF_TRAINER = ("galore", "apollo", "lomo", "adalomo", "reduce_lr_on_plateau", "greedy")
 SCHEDULES, OPTIMIZERS = (
-    [value for value in enum_values(f"transformers.{module}", name) if not value.startswith(OF_TRAINER)]
-    for module, name in (("trainer_utils", "SchedulerType"), ("training_args", "OptimizerNames"))
+    [value for value in NAMES[f"transformers.{enum}"] if not value.startswith(OF_TRAINER)]
+    for enum in ("trainer_utils.SchedulerType", "training_args.OptimizerNames")
 )
 OPTIMIZERS += [MUON]
 OBJECTIVES = ("clm", "mlm")

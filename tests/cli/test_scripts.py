@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from helpers.scripts import TEXT, read, run, save_model, write_config, write_text
-from tnn_programs.cli.generation_fields import documented_kinds
+from tnn_programs.cli.generation_fields import FIELDS
 from tnn_programs.cli.sampling import OF_SAMPLING, sampling
 from tnn_programs.serving.writing import load_writer, sampling_of
 
@@ -96,7 +96,7 @@ HOSTILE |= {"max_length": 1, "min_length": 10**6, "repetition_penalty": 0.01, "s
 def test_what_counts_of_a_generation_config(model_folder, tmp_path):
     """Special tokens and sampling; of every other field the value is refused by name, or does not count."""
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    values = [(field, OF_KINDS[kind]) for field, kinds in documented_kinds().items() for kind in kinds]
+    values = [(field, OF_KINDS[kind]) for field, kinds in FIELDS.items() for kind in kinds]
     assert len({field for field, _ in values}) > 50
     ids, counting = {"bos_token_id": 4, "eos_token_id": [5, 6], "pad_token_id": 1}, {}
     for field, value in [*values, *HOSTILE.items()]:

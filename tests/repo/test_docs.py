@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 from transformers import GenerationConfig
 
@@ -21,6 +22,7 @@ from helpers import processes
 from helpers.models import slow
 from helpers.scripts import ROOT, free_port, save_model
 from tnn_programs.cli.commands import COMMAND_OF, COMMANDS
+from tnn_programs.cli.declared import DECLARED, NAMES, trainer_arguments, training_options
 from tnn_programs.cli.model_path import find_recipe
 
 PAGES = ROOT / "docs"
@@ -135,6 +137,24 @@ def test_generated_pages_and_tables():
         assert not [row for row in rows if re.search(r"\| *-?[\d,.]+%? *\|", row)], document
     shown = [name for document in DOCUMENTS.values() for _, name, _ in page_tables.TABLE.findall(document)]
     assert sorted(shown) == sorted(file.stem for file in page_tables.FIGURES.glob("*.json"))
+
+
+def test_what_command_lines_are_checked_with(monkeypatch):
+    """`declared.json` is as the program writes it; with another release of transformers, for our own names.
+
+    An option that the installed release does not have is left out, and refused where it is given.
+    """
+    made = json.loads(json.dumps(generate.declared()))
+    if f"transformers=={transformers.__version__}\n" in (ROOT / ".ci/constraints.txt").read_text():
+        assert made == DECLARED
+    for path, names in NAMES.items():
+        assert path.startswith("transformers.") or made["names"][path] == names, path
+    monkeypatch.delitem(transformers.TrainingArguments.__dataclass_fields__, "tf32")
+    options = training_options(learning_rate=None, logging_steps=10)
+    asked = trainer_arguments(options(output_dir="out", logging_steps=500, weight_decay=0.1, use_cpu=True))
+    assert (asked.learning_rate, asked.logging_steps, asked.weight_decay) == (None, 500, 0.1)
+    with pytest.raises(ValueError, match=f"--tf32 is not an option with transformers {transformers.__version__}"):
+        trainer_arguments(options(tf32=True))
 
 
 def test_every_page_is_in_the_navigation():
