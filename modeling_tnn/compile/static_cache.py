@@ -252,8 +252,8 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
     layers = getattr(cache, "layers", None) or [None]
     if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not all(map(can_be_prepared, layers)):
         return inputs
-    # Offloaded weights are there in a forward pass alone. A block is offloaded as a whole: its first parameter tells.
-    if not tokens.is_meta and any(next(block.parameters()).is_meta for block in model.layers):
+    # Offloaded states and weights are there in a forward pass alone. A block's first parameter tells for all of them.
+    if cache.offloading or (not tokens.is_meta and any(next(block.parameters()).is_meta for block in model.layers)):
         return inputs
     # The states are written in place later, also outside of inference mode.
     with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():

@@ -6,13 +6,15 @@ Decoding with one is in `helpers/caches.py`.
 import inspect
 import logging
 import pickle
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, StaticCache, Trainer, TrainingArguments
 from transformers.utils.logging import warning_once
 
-from helpers.caches import TEXT, model_of, passes
+from helpers.caches import TEXT, generate, model_of, passes
 from helpers.hybrids import HYBRIDS
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
@@ -30,6 +32,30 @@ def test_a_file_holds_what_was_written_and_no_other_memory():
     assert torch.equal(loaded.last(2), torch.ones(1, 1, 2))
     model = seeded(TnnForCausalLM, tiny_config("rtf", hidden_size=64, rtf_state_size=60))
     assert len(pickle.dumps(model(TEXT[:1, :1]).past_key_values)) < 20_000 < model.num_parameters(), "no weights"
+
+
+@pytest.mark.parametrize("name", ["rpe", "s4d", "hybrid"])
+def test_an_offloaded_cache(name, monkeypatch):
+    """States are used between `prefetch` and `offload` alone: elsewhere they have no tensors."""
+
+    moved = []
+
+    def offload(layer):
+        moved.append(layer)
+        layer.stored, without = layer.states, lambda one: SimpleNamespace(length=one.length, recurrence=one.recurrence)
+        layer.states = {name: without(state) for name, state in layer.stored.items()}
+
+    def prefetch(layer):
+        layer.states = vars(layer).pop("stored", layer.states)
+
+    monkeypatch.setattr(TnnCacheLayer, "offload", offload)
+    monkeypatch.setattr(TnnCacheLayer, "prefetch", prefetch)
+    for name_of_stream in ("torch.Stream", "torch.cuda.default_stream"):
+        monkeypatch.setattr(name_of_stream, MagicMock())
+    model = model_of(name)
+    for kind in ("offloaded", "offloaded_static"):
+        given = {"cache_implementation": kind, "disable_compile": True}
+        assert torch.equal(generate(model, TEXT[:, :20], 20, **given), generate(model, TEXT[:, :20], 20)) and moved
 
 
 @pytest.mark.parametrize("name", ["rpe", "hyena"])
