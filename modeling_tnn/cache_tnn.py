@@ -334,14 +334,14 @@ def check_cache(cache: Cache, model: nn.Module):
             f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
     if not is_traced():
-        claim(cache, held, fields_of(model.config))
+        bind_to_config(cache, held, fields_of(model.config))
         for layer in held:  # of attention: states do the same for themselves
             for name, value in [] if is_toeplitz(layer) else vars(layer).items():
                 if isinstance(value, torch.Tensor) and is_closed(value):
                     setattr(layer, name, value.clone())
 
 
-def claim(cache: Cache, layers: list[CacheLayerMixin], fields: dict):
+def bind_to_config(cache: Cache, layers: list[CacheLayerMixin], fields: dict):
     """Record the configuration that a cache belongs to: its `fields`. One with tokens must have the same already."""
     if past_length(layers) and getattr(cache, "tnn_fields", fields) != fields:
         raise ValueError("`past_key_values` belongs to another model. Start with an empty cache.")

@@ -166,7 +166,7 @@ class DecodingState:
         made.
         """
         self.prompt, self.length = prompt, prompt.length
-        if not torch.is_grad_enabled() and not must_be_eager() and self.recurrence.is_early(prompt):
+        if not torch.is_grad_enabled() and not must_be_eager() and self.recurrence.builds_state_in_prefill(prompt):
             # Without its recurrence a model can still be scored. A continued text raises the error again.
             with contextlib.suppress(DivergenceError):
                 self.build()
@@ -258,7 +258,7 @@ class Recurrence:
         """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""
         return v.transpose(1, 2).to(compute_dtype(v.dtype))
 
-    def is_early(self, prompt: Prompt) -> bool:
+    def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         """Whether a pass without gradients makes the state at once, to free the inputs: they take gigabytes at 100,000
         tokens. If the state is not much smaller, or takes time to make, it is made when the sequence is continued.
         """
@@ -294,7 +294,7 @@ class FilterRecurrence(Recurrence):
         """Transforms of parts of the kernel: their first tap, the one after their last, and the transform length."""
         return {}
 
-    def is_early(self, prompt: Prompt) -> bool:
+    def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         return 2 * self._needed(prompt) <= prompt.length
 
     def prefill(self, state: DecodingState, prompt: Prompt):

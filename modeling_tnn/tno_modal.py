@@ -49,7 +49,7 @@ class ModalRecurrence(FilterRecurrence):
         """The residues r_q in the dtype of the memory, `(D, Q)`."""
         return self.operator.complex_residues().to(compute_dtype(self.operator.head.dtype).to_complex())
 
-    def is_early(self, prompt: Prompt) -> bool:
+    def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         return prompt.length > LONG_PROMPT
 
     def prefill(self, state: DecodingState, prompt: Prompt):

@@ -69,9 +69,9 @@ class LateRecurrence(FilterRecurrence):
         FilterRecurrence.__init__(self, self.operator, taps, self.operator.refill_phase)
         return self
 
-    def is_early(self, prompt: Prompt) -> bool:
+    def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         at_once = is_on_host(prompt.v) or (prompt.length > LONG_PROMPT and not prompt.v.is_meta)
-        return at_once and FilterRecurrence.is_early(self.resolve(), prompt)
+        return at_once and FilterRecurrence.builds_state_in_prefill(self.resolve(), prompt)
 
     def prefill(self, state: DecodingState, prompt: Prompt):
         FilterRecurrence.prefill(self.resolve(), state, prompt)

@@ -55,7 +55,7 @@ LARGEST_GROWTH = 1e6  # of g over the trained length: float64 then has more corr
 LARGEST_RISE = 1e4  # of a kernel beyond its trained length: float32 then has digits left for the first outputs
 STEPS, MANY_STEPS = 32, 128  # of a recursion in a block, for many denominators and for up to 16
 BATCH, BLOCK = 4, 8  # sequences from which a step on the CPU is faster by blocks, and tokens in a block
-PATROL = 64  # tokens between two checks for values that are not finite, on an accelerator
+CHECK_EVERY = 64  # tokens between two checks for values that are not finite, on an accelerator
 
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
@@ -259,7 +259,7 @@ class CompanionRecurrence(Recurrence):
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         return v.transpose(1, 2).to(float64_or_widest(v.device))
 
-    def is_early(self, prompt: Prompt) -> bool:
+    def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         return prompt.length > LONG_PROMPT and not prompt.v.is_meta  # no values there to check the poles by
 
     def prefill(self, state: DecodingState, prompt: Prompt):
@@ -286,7 +286,7 @@ class CompanionRecurrence(Recurrence):
             end_block(state)
             y, newest = self.next_value(state.history.last(self.order), x, *self.coefficients)
         # A value that is not finite makes all later ones so. On an accelerator each check is a device sync.
-        if is_on_host(newest) or state.length % PATROL == 0:
+        if is_on_host(newest) or state.length % CHECK_EVERY == 0:
             self.check_finite(newest)
         state.history.append(newest)
         return y

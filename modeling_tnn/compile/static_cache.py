@@ -35,7 +35,7 @@ from ..inputs import check_attention_mask, token_positions
 from ..numerics import is_on_host, is_traced
 from ..recurrence import DecodingState, FilterRecurrence, Recurrence
 from ..tno import Pass
-from ..tno_rtf import PATROL, CompanionRecurrence, end_block
+from ..tno_rtf import CHECK_EVERY, CompanionRecurrence, end_block
 from ..toeplitz_fused import NO_GATE, Gate
 
 # The base tile in steps of fixed shape, which read a whole tile for each token, one number at a time on the CPU.
@@ -207,7 +207,7 @@ def filter_step(recurrence: FilterRecurrence, state: FixedState, x: torch.Tensor
 def check_newest(recurrence: CompanionRecurrence, state: FixedState, like: torch.Tensor):
     """Check the newest value, as `CompanionRecurrence.step` does."""
     end_block(state)
-    if is_on_host(like) or state.length % PATROL == 0:
+    if is_on_host(like) or state.length % CHECK_EVERY == 0:
         recurrence.check_finite(state.history.last(1))
 
 
@@ -269,7 +269,7 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
                 operator = operator.on_this_process() if operator.on_this_process else operator
                 state.bind_operator(operator, layer.device)
                 prepared.append((state, operator, state.prepare(operator, layer.max_cache_len)))
-        point(prepared)
+        write_cursors(prepared)
     positions = None
     if model.reads_positions:
         positions = laid_out(token_positions(mask, length, tokens))
@@ -297,7 +297,7 @@ def can_be_prepared(layer) -> bool:
     return all(form_of(state.recurrence) for state in layer.states.values()) if is_toeplitz(layer) else True
 
 
-def point(prepared: list[tuple[FixedState, nn.Module, tuple[int, int]]]):
+def write_cursors(prepared: list[tuple[FixedState, nn.Module, tuple[int, int]]]):
     """Write the cursors of all states, given with their operators and places, with one copy to the device."""
     if not prepared:
         return

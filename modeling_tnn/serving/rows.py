@@ -16,22 +16,22 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache_tnn import TnnCacheLayer, claim, is_toeplitz, past_length
+from ..cache_tnn import TnnCacheLayer, bind_to_config, is_toeplitz, past_length
 from ..configuration_tnn import SLIDING, TOEPLITZ
 from ..history import write_rows
-from .states import bytes_per_channel, compact, forget_first, put
+from .states import bytes_per_channel, compact, forget_first, insert_state_rows
 
 # transformers' own layers whose keys and values can be moved.
 OF_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def put_texts(cache: Cache, other: Cache, rows: list[int]):
+def insert_rows(cache: Cache, other: Cache, rows: list[int]):
     """Give the `rows` of a cache the texts of `other`, which is empty afterwards.
 
     All rows then have the length of the longest text. The next pass is that of the left-padded batch, so a model with
     attention or positions needs its mask. Continue in one batch what was read in two:
 
-        put_texts(cache, another, [2, 3])      # cache has two rows, 0 and 1, and gets two more
+        insert_rows(cache, another, [2, 3])      # cache has two rows, 0 and 1, and gets two more
 
     Args:
         cache: a dynamic cache of the same model, or an empty one.
@@ -50,14 +50,14 @@ def put_texts(cache: Cache, other: Cache, rows: list[int]):
     if not cache.layers:
         cache.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
         cache.layer_class_to_replicate = other.layer_class_to_replicate
-    claim(cache, cache.layers, other.tnn_fields)
+    bind_to_config(cache, cache.layers, other.tnn_fields)
     check_new_rows(rows, rows_of(cache), rows_of(other))
     length = max(past_length(cache.layers), past_length(other.layers))
     for layer, new in zip(cache.layers, other.layers, strict=True):
         if is_toeplitz(layer):
-            put_states(layer, new, rows)
+            insert_states(layer, new, rows)
         else:
-            put_keys(layer, new, rows, length)
+            insert_keys(layer, new, rows, length)
 
 
 def check_new_rows(rows: list[int], held: int, count: int):
@@ -76,8 +76,8 @@ def check_new_rows(rows: list[int], held: int, count: int):
 
 @torch.inference_mode(False)  # later calls write into the state
 @torch.no_grad()
-def put_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
-    """`put_texts` for one Toeplitz layer."""
+def insert_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
+    """`insert_rows` for one Toeplitz layer."""
     for name, other in new.states.items():
         other.build()
         state = layer.states.get(name)
@@ -87,13 +87,13 @@ def put_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
             compact(state.recurrence, state)
             continue
         state.build()
-        put(state.recurrence, state, other, rows)
+        insert_state_rows(state.recurrence, state, other, rows)
         state.length = max(state.length, other.length)
     new.reset()
 
 
-def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: int):
-    """`put_texts` for one layer of attention; `length` is that of the longest text."""
+def insert_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: int):
+    """`insert_rows` for one layer of attention; `length` is that of the longest text."""
     if not layer.is_initialized:
         layer.lazy_initialization(new.keys, new.values)
         layer.keys, layer.values = new.keys[:0], new.values[:0]

@@ -25,8 +25,8 @@ from transformers.cache_utils import DynamicCache
 from ..cache_tnn import memory_per_sequence
 from ..configuration_tnn import has_attention
 from .request import Request, prepare
-from .rows import bytes_of_text, drop_padding, put_texts
-from .states import can_be_put
+from .rows import bytes_of_text, drop_padding, insert_rows
+from .states import has_movable_rows
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class BatchScheduler:
                 raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")
         self.model, self._decoder = model, model.get_decoder()
         for operator in (layer.mixer.tno for layer in self._decoder.layers if hasattr(layer.mixer, "tno")):
-            if not can_be_put(operator.recurrence()) or not operator.shift_invariant:
+            if not has_movable_rows(operator.recurrence()) or not operator.shift_invariant:
                 raise ValueError(f"`model` must have shift-invariant operators known to `states.put`, got {operator}")
         self.max_batch_size, self.memory_limit = max_batch_size, memory_limit
         self.prefill_tokens, self.max_waiting = prefill_tokens, max_waiting
@@ -315,7 +315,7 @@ class Batch:
         """Take the texts of another batch into the rows of those that have ended, then into new rows."""
         rows = [row for row, request in enumerate(self.requests) if request.is_done][: len(new.requests)]
         rows += range(len(self.requests), len(self.requests) + len(new.requests) - len(rows))
-        put_texts(self.cache, new.cache, rows)
+        insert_rows(self.cache, new.cache, rows)
         for row, request in zip(rows, new.requests, strict=True):
             self.requests[row : row + 1] = [request]
             request.is_suspect = False

@@ -17,7 +17,7 @@ from ..tno_rtf import BLOCK, CompanionRecurrence, end_block
 
 
 @singledispatch
-def put(recurrence: Recurrence, state: DecodingState, other: DecodingState, rows: list[int]):
+def insert_state_rows(recurrence: Recurrence, state: DecodingState, other: DecodingState, rows: list[int]):
     """Give the `rows` of a state the sequences of `other`, which is used up.
 
     Rows beyond the present ones are added. All rows then have the length of the longest text. The others are as if
@@ -38,12 +38,12 @@ def bytes_per_channel(recurrence: Recurrence, tokens: int, dtype: torch.dtype) -
     raise NotImplementedError(f"The size of the state of {type(recurrence).__name__} is not known")
 
 
-def can_be_put(recurrence: Recurrence) -> bool:
+def has_movable_rows(recurrence: Recurrence) -> bool:
     """Whether rows of the states of an algorithm can be moved."""
-    return put.dispatch(type(recurrence)) is not put.dispatch(object)
+    return insert_state_rows.dispatch(type(recurrence)) is not insert_state_rows.dispatch(object)
 
 
-@put.register
+@insert_state_rows.register
 def _(recurrence: FilterRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
     if "future" in state.tensors:
         begin_together(recurrence, other, state.counters)
@@ -54,7 +54,7 @@ def _(recurrence: FilterRecurrence, state: DecodingState, other: DecodingState, 
     state.tensors = {name: write_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
 
 
-@put.register
+@insert_state_rows.register
 def _(recurrence: ModalRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
     both, length = (state, other), max(state.length, other.length)
     reach = min(recurrence.reach(one) for one in both if one.length == length or one.counters.covered)
@@ -63,10 +63,10 @@ def _(recurrence: ModalRecurrence, state: DecodingState, other: DecodingState, r
         one.tensors.pop("future", None)  # a new block begins for all
         recurrence.advance_memory(one, recurrence.past(one), one.length - reach)
     state.counters.covered = length - reach
-    put.dispatch(FilterRecurrence)(recurrence, state, other, rows)
+    insert_state_rows.dispatch(FilterRecurrence)(recurrence, state, other, rows)
 
 
-@put.register
+@insert_state_rows.register
 def _(recurrence: CompanionRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
     for one in (state, other):
         end_block(one)  # a new block begins for all

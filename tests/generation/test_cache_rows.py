@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache
 from helpers.caches import MODELS
 from helpers.models import lively_language_model, relative_error, slow
 from modeling_tnn.cache_tnn import memory_per_sequence
-from modeling_tnn.serving.rows import bytes_of_text, drop_padding, put_texts, rows_of
+from modeling_tnn.serving.rows import bytes_of_text, drop_padding, insert_rows, rows_of
 
 # Kinds of states, and settings with which a block or a history has another form.
 MORE = {"rpe-long": {"tno_type": "rpe", "decay": 0.97}, "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192}}
@@ -48,7 +48,7 @@ class Batch:
         return output.logits
 
     def put(self, other, rows):
-        put_texts(self.cache, other.cache, rows)
+        insert_rows(self.cache, other.cache, rows)
         assert not any(layer.get_seq_length() for layer in other.cache.layers)
         for row, text in zip(rows, other.texts, strict=True):
             self.texts[row : row + 1] = [text]
@@ -129,7 +129,7 @@ def test_bytes_of_a_text(name):
     batch, whole = Batch(model), DynamicCache()
     batch.texts = [TEXTS[0, :length].tolist()]
     batch.forward(TEXTS[:1, :length])
-    put_texts(whole, batch.cache, [0])
+    insert_rows(whole, batch.cache, [0])
     for index in range(160):
         with torch.no_grad():
             mask = torch.ones(1, length + index + 1)
@@ -139,7 +139,7 @@ def test_bytes_of_a_text(name):
     assert most <= bound <= 3 * most
     # Texts that are shorter than the block of the row that they replace, and of the row beside which they are put.
     for index, row in enumerate((0, 0, 1)):
-        put_texts(whole, Batch(model).read(TEXTS[index, : 4 - index]).cache, [row])
+        insert_rows(whole, Batch(model).read(TEXTS[index, : 4 - index]).cache, [row])
         drop_padding(whole, int(whole.get_seq_length()) - (4 if row else 4 - index))
         with torch.no_grad():
             mask = torch.ones(1 + row, int(whole.get_seq_length()) + 1)
@@ -152,9 +152,9 @@ def test_what_is_refused():
     batch, empty = (Batch(model).read(TEXTS[0, :9]).cache for _ in range(2))
     static = StaticCache(config=model.config, max_cache_len=50)
     with pytest.raises(ValueError, match="`cache` must be a dynamic cache"):
-        put_texts(static, batch, [0])
+        insert_rows(static, batch, [0])
     for rows in ([], [0, 1], [2], [-1]):
         with pytest.raises(ValueError, match="`rows` must be 1 different rows below 1"):
-            put_texts(batch, empty, rows)
-    put_texts(batch, empty, [1])
+            insert_rows(batch, empty, rows)
+    insert_rows(batch, empty, [1])
     assert rows_of(batch) == 2 and rows_of(empty) == 0 and empty.get_seq_length() == 0
