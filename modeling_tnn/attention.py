@@ -70,7 +70,7 @@ class TnnAttention(nn.Module):
         if rotation is not None:
             query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *rotation))
         if passed.cache is not None:
-            key, value = remember(passed.cache, self.layer_idx, key, value)
+            key, value = update_key_values(passed.cache, self.layer_idx, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         attend = partial(attend, self, scaling=self.scaling, sliding_window=self.sliding_window, dropout=dropout)
@@ -99,7 +99,9 @@ class TnnRotaryEmbedding(LlamaRotaryEmbedding):
         return super()._apply(without_narrowing(fn, self.buffers()), recurse)
 
 
-def remember(cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def update_key_values(
+    cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """All keys and values of a layer, those of earlier tokens from the cache and the new ones `(B, G, L, d_h)`.
 
     The first tokens have gradients. The cache is a constant: a backward pass through later tokens raises an error.
