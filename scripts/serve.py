@@ -1,4 +1,4 @@
-"""Serve a page on which a causal model continues texts, beside the kernels of its layers.
+"""Serve a page on which a causal model continues texts and shows the kernels of its layers.
 
 The page needs Gradio: `pip install "modeling-tnn[space]"`. Tokens stream to it, with their number per second, until
 the text ends or its user presses Stop. Several users can write at the same time. No text changes another.

@@ -1,4 +1,4 @@
-"""The suite `gpu` of scripts/benchmark.py: what only a GPU can tell of speed."""
+"""The suite `gpu` of scripts/benchmark.py: speed on a GPU."""
 
 import argparse
 import platform

@@ -1,4 +1,4 @@
-"""Models on a device: the loss alone, training steps beside peers, and decoding over its floor."""
+"""Models on a device: the loss alone, training steps and those of peers, decoding over its lower bound."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

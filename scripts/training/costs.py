@@ -115,7 +115,7 @@ def largest_that_fits(args: PretrainArguments, accelerator: Accelerator, model: 
 
 
 def try_step(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):
-    """Compute passes of `size` blocks beside all else that a training takes of the memory of a GPU."""
+    """Compute passes of `size` blocks with the rest of a training in the memory of a GPU."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     copies = 2 + (accelerator.num_processes > 1)  # AdamW's moments; DDP's buckets
     # The memory of a pass that was recorded as a CUDA graph is not there for an evaluation.
