@@ -191,7 +191,7 @@ def find_starts(tokens, mask, position_ids) -> tuple[torch.Tensor, torch.Tensor]
     require_tensor("position_ids", position_ids, "(B, L) or (1, L)", shapes=[shape, (1, shape[1])])
     position_ids = position_ids.cpu().expand(shape)
     real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu()
-    # Where the position of a real token is 0 again; padding may have any position.
+    # Documents start where the position of a real token is 0 again; padding may have any position.
     rises = (real & (position_ids > 0)).any(dim=1, keepdim=True)  # (B, 1)
     starts = real & rises & (position_ids == 0)
     starts[:, 0] = True
