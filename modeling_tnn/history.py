@@ -8,7 +8,7 @@ oldest one: to move thousands of values would make one token slow. Without a bou
 import torch
 from torch.nn.functional import pad
 
-# Number of newest values that can be removed at any time: as many older ones are stored beyond those the reader needs.
+# Number of newest values that `drop` can always remove: the buffer stores as many more than the reader needs.
 # The second number is the most after a chunk, and that of assisted decoding.
 SLACK, CHUNK_SLACK = 64, 1024
 

@@ -13,7 +13,7 @@ Kernels that never end (no decay) use a long horizon: their cost per token is ne
 Layers start their blocks at different times, so that their transforms do not all happen at the same token.
 
 The first call has the gradients of a pass without a cache. A state is a constant, so a backward pass through a later
-call raises an error. After a change of the weights start with an empty cache: an old one continues with a mixture.
+call raises an error. After a change of the weights start with an empty cache: an old one has the old states.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ SHORT_KERNEL = 4096
 SHORT_BLOCKS = (128, 128)
 LONG_BLOCKS = (2048, 64)
 
-# What the inputs before the last H tokens add to the next block of a short kernel is computed during the last block,
+# The contribution of inputs before the last H tokens to the next block of a short kernel is computed a block earlier,
 # in this number of groups of channels, so that no token takes much longer than the others.
 PARTS = 32
 
@@ -115,7 +115,7 @@ class Counters:
 
 @dataclass(eq=False)
 class DecodingState:
-    """What continues the sequences of a batch through one operator.
+    """Decoding state of the sequences of a batch in one operator.
 
     recurrence   history holds                    tensors, each (B, D, ...)                  dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32

@@ -43,14 +43,14 @@ FIXED_BASE = 16
 
 
 class Places(threading.local):
-    """The tensors that compiled steps of an operator read, by name, in each thread, which has its own CUDA graphs."""
+    """Static input buffers of an operator's compiled decode step, one set per thread, as CUDA graphs are."""
 
     def __init__(self):
         self.tensors: dict[str, torch.Tensor] = {}
         self.holds = lambda: None  # a weak reference
 
     def give(self, state: "FixedState"):
-        """Give the places to a state. The one that had them gets copies: its cache may be in use."""
+        """Bind the buffers to a state. The one that used them gets copies, because its cache may still be in use."""
         earlier = self.holds()
         if earlier is state:
             return
@@ -174,11 +174,11 @@ class TnnStaticCacheLayer(TnnCacheLayer):
 
 
 class FixedForm(NamedTuple):
-    """How an algorithm makes steps of fixed shape."""
+    """Functions of an algorithm for steps of fixed shape."""
 
     # Do the work before a step that depends on Python's counters, given a tensor like a column of the history.
     make_ready: Callable[[Recurrence, FixedState, torch.Tensor], None]
-    # What `step` reads of the operator, given that tensor.
+    # Tensors of the operator that `step` reads, given that tensor.
     constants: Callable[[Recurrence, torch.Tensor], tuple[torch.Tensor, ...]]
     # `Recurrence.step` by operations on tensors alone.
     step: Callable[[Recurrence, FixedState, torch.Tensor], torch.Tensor]

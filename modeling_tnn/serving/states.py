@@ -133,10 +133,10 @@ def begin_together(recurrence: FilterRecurrence, state: DecodingState, counters:
 
 
 def shared_values(state: DecodingState, other: DecodingState, extra: int = 0) -> int:
-    """How many values of each row the joined history of two states keeps.
+    """Return the number of history values per row after a merge of two states.
 
-    A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they
-    hold. Zeros before all texts, and more than 64 values beyond what the next outputs need, are left out.
+    Complete histories, or those with `extra` zeros before, can be extended with zeros on the left; truncated ones
+    bound the result. Zeros before all sequences, and values further than 64 beyond those still needed, are left out.
     """
     both, reach = (state.history, other.history), state.history.reach
     cut = [one.history.held for one in (state, other) if one.history.held < one.length + extra]
