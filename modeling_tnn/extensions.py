@@ -1,4 +1,4 @@
-"""What the installed package adds to the files that checkpoints carry.
+"""Optional features of the installed package, for the files that checkpoints carry.
 
 A saved folder has a copy of these files and of no sub-package, and they import nothing else of ours. So they ask here
 for what makes models faster, compiles them or divides them over processes: each method is what holds without the
@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# How Toeplitz products are computed. "eager" consists of PyTorch's own operations, "fused" of custom functions that
+# Implementations of Toeplitz products. "eager" consists of PyTorch's own operations, "fused" of custom functions that
 # are faster and save less for the backward pass, with the same values and derivatives of every order. "triton" is for
 # GPUs, and "auto" takes the fastest.
 IMPLEMENTATIONS = ("auto", "fused", "eager", "triton")
@@ -83,7 +83,7 @@ class Extensions:
         raise ImportError(f"A static cache {NEEDS_PACKAGE}")
 
     def takes_taps(self, implementation: str, v, taps: int) -> bool:
-        """Whether the product of `v` with so many `taps` is computed from them even if there is a response."""
+        """Whether the product of `v` with `taps` taps is computed from them even if there is a response."""
         return False
 
     def tensor_plan(self, config) -> dict[str, str]:

@@ -407,7 +407,7 @@ class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
     """Base class of language models, whose `lm_head` projects on the vocabulary."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    # How transformers divides the head over processes, and over the stages of a pipeline.
+    # Plans of transformers for the head: tensor parallelism, and stages of a pipeline.
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
