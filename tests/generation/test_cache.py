@@ -18,7 +18,7 @@ from helpers.caches import TEXT, generate, model_of, passes
 from helpers.hybrids import HYBRIDS
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
+from modeling_tnn.cache_tnn import CACHE, TnnCacheLayer, memory_per_sequence
 from modeling_tnn.history import HistoryBuffer
 
 
