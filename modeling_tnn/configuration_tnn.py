@@ -145,6 +145,8 @@ class TnnConfig(PreTrainedConfig):
             `"full_attention"` or `"sliding_attention"` (softmax attention).
         toeplitz_mixer: `"gtu"` (the gated Toeplitz unit), `"hyena"` (Hyena of order 2, with the operator as its long
             filter) or `"s4"` (S4's: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`).
+        max_position_embeddings: Length the model is trained for. It does not limit the length of inputs. Fields with
+            defaults from it (from its square root if `spatial_dims=2`) are fixed when a model is built or saved.
         short_conv_kernel: Number of taps of the short convolutions of `"hyena"`, in [1, 64]; odd with `causal=False`.
         hyena_rank: Width between the two linear maps, with `hidden_act`, at the end of `"hyena"`. None for one map.
         hyena_norm: Whether `"hyena"` normalises its gated product: an RMS norm with a scale per channel, eps 1e-6.
@@ -163,6 +165,17 @@ class TnnConfig(PreTrainedConfig):
             rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"` (a recurrence fitted by
             `to_recurrent`), `"explicit"` (a parameter per lag below `explicit_length`, times the decay), `"hyena"`
             (Hyena's implicit filter, an MLP of sines), or a name given to `register_operator`.
+        tno_implementation: Computation of Toeplitz products: `"fused"` (fast) or `"eager"` (PyTorch's own operations),
+            with the same values and derivatives of any order; `"triton"`, for GPUs, in the precision of the
+            activations (where it cannot run, `"fused"` does, with a warning); or `"auto"`: `"triton"` on NVIDIA's GPUs
+            of compute capability 8.0 and newer for kernels of up to 4,096 taps (512 in float32) on both sides
+            together, else `"fused"`.
+        tno_class: Module and name of the class of an operator that `register_operator` added. Set when a model is
+            built or saved, so that a failed load can say what to import first.
+        max_kernel_length (defaults to `128 * max_position_embeddings`): Largest `fd_resolution`,
+            `rtf_truncation_length` or `ski_grid_length` of a saved configuration that loads, for the operator that has
+            it; the default is in [65,536, 524,288]. It guards against folders that ask for much memory, so it is an
+            argument of `from_pretrained` only, and not saved.
         gtu_expansion: The gated Toeplitz unit has int(gtu_expansion * hidden_size) channels.
         gtu_norm: Whether the gated product is normalised before the output projection of the GTU.
         use_glu: Whether a block has a GLU after its mixer.
@@ -174,6 +187,7 @@ class TnnConfig(PreTrainedConfig):
             the real tokens of a batch, in each process alone).
         norm_position: `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`: norm(x + f(x));
             `"res_post"`: x + norm(f(x)).
+        layer_norm_eps: Epsilon of every LayerNorm. The RMS norms have the 1e-8 of the released code.
         scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         embedding_norm: Whether embeddings pass through a LayerNorm.
         position_embedding: `"sinusoidal"` adds absolute positions to the embeddings, from the first real token.
@@ -181,13 +195,12 @@ class TnnConfig(PreTrainedConfig):
             columns (not causal).
         spatial_mixing: Combination of both if `spatial_dims=2`: `"product"`, twice the product along both axes (the
             Long Range Arena models), or `"sum"`, rows plus columns (the ImageNet models).
-        input_channels: Number of channels of real-valued input: the model reads `input_values` through a linear map in
-            place of tokens, and neither `vocab_size` nor `scale_embedding` has an effect. None for a model of tokens.
-        prediction_length: Number of future values that `TnnForTimeSeriesPrediction` predicts at once.
         image_size: Side in pixels of the images of `TnnForImageClassification`.
         patch_size: Side in pixels of a patch, a square of the image that becomes one token.
         num_channels: Number of channels of an image.
-        layer_norm_eps: Epsilon of every LayerNorm. The RMS norms have the 1e-8 of the released code.
+        input_channels: Number of channels of real-valued input: the model reads `input_values` through a linear map in
+            place of tokens, and neither `vocab_size` nor `scale_embedding` has an effect. None for a model of tokens.
+        prediction_length: Number of future values that `TnnForTimeSeriesPrediction` predicts at once.
         rpe_dim: Width of the relative position encoder (`"rpe"` and `"fd"`).
         rpe_layers: Number of its hidden layers besides its input and output projections, from 0.
         rpe_input: Input of the encoder of `"rpe"`: the `"lag"`, the lag over `rpe_input_length` (`"normalized"`), or
@@ -203,19 +216,6 @@ class TnnConfig(PreTrainedConfig):
         decay: Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; None for no decay. In half precision,
             lags that hold less than 2^-12 of a kernel with it are not computed.
         learnable_decay: Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"` ignores it.
-        tno_implementation: Computation of Toeplitz products: `"fused"` (fast) or `"eager"` (PyTorch's own operations),
-            with the same values and derivatives of any order; `"triton"`, for GPUs, in the precision of the
-            activations (where it cannot run, `"fused"` does, with a warning); or `"auto"`: `"triton"` on NVIDIA's GPUs
-            of compute capability 8.0 and newer for kernels of up to 4,096 taps (512 in float32) on both sides
-            together, else `"fused"`.
-        tno_class: Module and name of the class of an operator that `register_operator` added. Set when a model is
-            built or saved, so that a failed load can say what to import first.
-        max_kernel_length (defaults to `128 * max_position_embeddings`): Largest `fd_resolution`,
-            `rtf_truncation_length` or `ski_grid_length` of a saved configuration that loads, for the operator that has
-            it; the default is in [65,536, 524,288]. It guards against folders that ask for much memory, so it is an
-            argument of `from_pretrained` only, and not saved.
-        max_position_embeddings: Length the model is trained for. It does not limit the length of inputs. Fields with
-            defaults from it (from its square root if `spatial_dims=2`) are fixed when a model is built or saved.
         fd_resolution (defaults to at least `2 * max_position_embeddings`): Number of taps of an `"fd"` kernel on each
             side, a power of two; the frequency grid has `fd_resolution + 1` points.
         fd_input: Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` for cos(omega), for which
@@ -258,6 +258,7 @@ class TnnConfig(PreTrainedConfig):
         classifier_pooling (defaults to `"last"` for causal models, else `"mean"`): Hidden state that text classifiers
             use: that of the `"last"` real token, or the `"mean"` over all, which needs the whole sequence (no cache).
         classifier_act: Activation between two linear layers of the classification head; None for one layer.
+        tie_word_embeddings: Whether language modelling heads share the input embeddings.
         initializer: `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the causal models of
             the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT), but of maps that read lags,
             frequencies, values or pixels, whose biases are N(0, initializer_range^2); `"normal_gtu"`: as `"torch"`,
@@ -267,7 +268,6 @@ class TnnConfig(PreTrainedConfig):
         use_cache: Whether causal models return a cache, the state that continues a sequence.
         skip_logits: Whether language models in training compute the loss alone, in less time and memory: `logits` is
             None where `labels` are given. Evaluation returns logits. It belongs to a training, and is not saved.
-        tie_word_embeddings: Whether language modelling heads share the input embeddings.
 
     Raises:
         ValueError: a field has a value outside its limits, or two fields contradict each other.
@@ -284,22 +284,31 @@ class TnnConfig(PreTrainedConfig):
     _automatic = frozenset()  # the names of fields that follow from others
     _models = None  # the file of the models, while one of them is saved
 
+    # Tokens and layers.
     vocab_size: int = 50265
     hidden_size: int = 512
     num_hidden_layers: int = 7
     layer_types: list[str] | None = None
     toeplitz_mixer: str = GTU
+    max_position_embeddings: int = 512
+    # Hyena, the mixer.
     short_conv_kernel: int = 3
     hyena_rank: int | None = None
     hyena_norm: bool = False
+    # Attention.
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rope_parameters: dict | None = None
     sliding_window: int | None = None
     attention_dropout: int | float | None = None
+    # The operator.
     causal: bool = True
     tno_type: str = "rpe"
+    tno_implementation: str = "auto"
+    tno_class: str | None = None
+    max_kernel_length: int | None = None
+    # Blocks.
     gtu_expansion: int | float = 3
     gtu_norm: bool = False
     use_glu: bool = True
@@ -308,70 +317,78 @@ class TnnConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     norm_type: str = "simplermsnorm"
     norm_position: str = "pre"
+    layer_norm_eps: float = 1e-5
+    # Embeddings of tokens.
     scale_embedding: bool = True
     embedding_norm: bool = False
     position_embedding: str | None = None
+    # Images and real values.
     spatial_dims: int = 1
     spatial_mixing: str = "product"
-    input_channels: int | None = None
-    prediction_length: int | None = None
     image_size: int = 224
     patch_size: int = 16
     num_channels: int = 3
-    layer_norm_eps: float = 1e-5
+    input_channels: int | None = None
+    prediction_length: int | None = None
+    # rpe, explicit.
     rpe_dim: int = 64
     rpe_layers: int = 6
     rpe_input: str = "lag"
     rpe_input_length: int | None = None
-    max_kernel_length: int | None = None
-    explicit_length: int | None = None
     rpe_act: str = "relu"
     rpe_residual: bool = False
     rpe_norm_type: str | None = None
     rpe_hidden_norm: bool = True
     rpe_window: int | None = None
+    explicit_length: int | None = None
     decay: int | float | None = 0.99
     learnable_decay: bool = False
-    tno_implementation: str = "auto"
-    tno_class: str | None = None
-    max_position_embeddings: int = 512
+    # fd.
     fd_resolution: int | None = None
     fd_input: str = "omega"
     fd_act: str = "relu"
+    # ski.
     ski_rank: int = 32
+    ski_grid_length: int | None = None
     ski_filter_size: int = 16
     ski_interpolation: str = "linear"
     ski_initializer: str = "normal"
     ski_decay: int | float = 0.99
-    ski_grid_length: int | None = None
+    # rtf.
     rtf_state_size: int = 64
     rtf_truncation_length: int | None = None
     rtf_num_denominators: int | None = None
     rtf_constraint: str | None = "l1_montel"
     rtf_initializer: str = "xavier"
+    # s4d.
     s4d_state_size: int = 64
     s4d_initializer: str = "lin"
     s4d_discretization: str = "zoh"
     s4d_dt_min: int | float = 0.001
     s4d_dt_max: int | float = 0.1
+    # hyena, the operator.
     hyena_filter_length: int | None = None
     hyena_filter_beyond: str = "error"
     hyena_filter_order: int = 64
     hyena_filter_emb_dim: int = 5
     hyena_filter_inner_mlps: int = 2
     hyena_filter_freq: int | float = 10
+    # modal.
     num_modes: int = 32
     modal_window: int = 16
     converted_from: str | None = None
+    # Dropout and heads.
     hidden_dropout_prob: int | float = 0.1
     classifier_dropout: int | float | None = None
     classifier_pooling: str | None = None
     classifier_act: str | None = "tanh"
+    tie_word_embeddings: bool = True
+    # Initialisation and use.
     initializer: str = "torch"
     initializer_range: float = 0.02
     use_cache: bool = True
     skip_logits: bool = False
-    tie_word_embeddings: bool = True
+    # Special tokens, as in transformers.
     bos_token_id: int | None = 0
     pad_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2

@@ -37,60 +37,60 @@ class Extensions:
             getattr(self, name)  # an AttributeError if there is no such method
             setattr(self, name, function)
 
-    def check_before_loading(self, model_class: type, source, options: dict):
+    def check_before_loading(self, model_class: type, source, options: dict):  # tools/checks.py
         """Raise a ValueError if files of `from_pretrained(source, **options)` do not fit the configuration."""
 
-    def convolve_documents(self, v, kernel, first: int, starts, implementation: str):
+    def convolve_documents(self, v, kernel, first: int, starts, implementation: str):  # compile/product.py
         """In a graph, the product of each document of packed rows. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 
-    def document_starts(self, tokens, attention_mask, position_ids):
+    def document_starts(self, tokens, attention_mask, position_ids):  # compile/product.py
         """In a graph, where the documents of packed rows begin. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 
-    def find_product(self, implementation: str, v, kernel) -> Callable | None:
+    def find_product(self, implementation: str, v, kernel) -> Callable | None:  # compile/product.py
         """A product in place of the eager and the fused one, with the arguments `v, kernel, first, gate`, or None."""
         if implementation == "triton":
             logger.warning_once(f"tno_implementation='triton' {NEEDS_PACKAGE}. Products are computed by 'fused'.")
 
-    def head_logits(self, head, hidden_states):
+    def head_logits(self, head, hidden_states):  # kernels/loss.py
         """The logits `(B, L, V)` of a language model's head in a layout for compilers, or None."""
 
-    def head_loss(self, model, hidden_states, **options):
+    def head_loss(self, model, hidden_states, **options):  # kernels/loss.py
         """The loss of a language model without the logits of the whole batch, or None. `options`: of its loss."""
 
-    def keeps_products(self) -> bool:
+    def keeps_products(self) -> bool:  # compile/product.py
         """Whether a graph is recorded in which products are custom operators."""
         return False
 
-    def kernels_of_layers(self, layers: Sequence, hidden_states, passed) -> Sequence:
+    def kernels_of_layers(self, layers: Sequence, hidden_states, passed) -> Sequence:  # kernels/stacking.py
         """The kernels of the layers for `hidden_states` `(B, L, d)` of a pass, None for each that makes its own."""
         return [None] * len(layers)
 
-    def limit_documents(self, starts, most: int, field: str):
+    def limit_documents(self, starts, most: int, field: str):  # compile/product.py
         """In a graph, `starts` after a check of the documents' lengths. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 
-    def open_step(self, passed, tokens, position_ids):
+    def open_step(self, passed, tokens, position_ids):  # compile/static_cache.py
         """The pass of the tokens for which `prepare_step` has made the cache of `passed` ready, or None."""
 
-    def prepare_step(self, model, inputs: dict) -> dict:
+    def prepare_step(self, model, inputs: dict) -> dict:  # compile/static_cache.py
         """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""
         return inputs
 
-    def static_layer(self, **kwargs):
+    def static_layer(self, **kwargs):  # compile/static_cache.py, in transformers' table of cache layers
         """An empty layer of a static cache."""
         raise ImportError(f"A static cache {NEEDS_PACKAGE}")
 
-    def takes_taps(self, implementation: str, v, taps: int) -> bool:
+    def takes_taps(self, implementation: str, v, taps: int) -> bool:  # kernels/choice.py
         """Whether the product of `v` with `taps` taps is computed from them even if there is a response."""
         return False
 
-    def tensor_plan(self, config) -> dict[str, str]:
+    def tensor_plan(self, config) -> dict[str, str]:  # parallel/tensor.py
         """The plan of a model with this configuration for transformers' tensor parallelism."""
         return {}
 
-    def to_recurrent(self, model, order: int, window: int, tolerance: float | None) -> tuple:
+    def to_recurrent(self, model, order: int, window: int, tolerance: float | None) -> tuple:  # tools/recurrent.py
         """A copy of a causal model whose kernels are recurrences of low order, and a report for each layer."""
         raise ImportError(f"to_recurrent {NEEDS_PACKAGE}")
 

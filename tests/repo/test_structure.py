@@ -9,6 +9,7 @@ import sys
 from importlib.util import resolve_name
 from pathlib import Path
 
+from modeling_tnn.extensions import Extensions
 from modeling_tnn.tno_auto import BUILT_IN, OPERATORS
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,14 @@ def test_the_arrow_points_to_the_package():
         if own is not None:
             same = {folder_of(other) for other in imports(name) if other.startswith(package)} - {None, own}
             assert all(levels[other] < levels[own] for other in same), (name, same)
+
+
+def test_hooks_name_their_providers():
+    hooks = re.findall(r"def (\w+)\(self.*:  # (\S+\.py)", FILES[f"{PACKAGE}.extensions"].read_text())
+    others = {"modules", "load", "register"}
+    assert {name for name, _ in hooks} == {name for name in vars(Extensions) if name[0] != "_"} - others
+    for name, path in hooks:
+        assert name == "static_layer" or f"{name}=" in (FOLDERS[PACKAGE] / path).read_text(), name
 
 
 def test_the_package_knows_no_options():
