@@ -11,13 +11,7 @@ import torch
 from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import run
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
-from modeling_tnn.plotting.reading import (
-    Kernel,
-    octave_shares,
-    octaves,
-    read_layer,
-    summary,
-)
+from modeling_tnn.plotting.reading import Kernel, octave_shares, octaves, read_layer, summary
 from modeling_tnn.tno_auto import build_tno
 
 

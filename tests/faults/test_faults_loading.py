@@ -187,20 +187,6 @@ def is_refused(message: str, *command):
         run_script(*command)
 
 
-def test_push_without_a_network(hub, tmp_path, monkeypatch):
-    """In the middle of the upload, then from the start: what to do later is in the error, and it works."""
-    folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
-    command = ["push_to_hub", folder, "--repo_id", "user/tnn", "--private"]
-    hub.on_upload = hang_up
-    is_refused(rf"(?s)Nothing was published: .*\n  tnn push {folder} --repo_id user/tnn --private", *command)
-    assert hub.files("user/tnn") == {}
-    hub.on_upload = lambda: None
-    run_script(*command)
-    assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
-    monkeypatch.setattr("tnn_programs.training.publishing.HfApi", lambda: NOWHERE)
-    is_refused("(?s)Nothing was published: ConnectError.*tnn push", *command)
-
-
 def test_models_of_finished_cards(hub, tmp_path, capsys):
     """One command publishes each with its card; none if one is missing, or if a card has other figures."""
     models, cards = tmp_path / "models", tmp_path / "cards"

@@ -192,12 +192,6 @@ def test_trainer_resumes_no_other_run(tmp_path):
     assert read(tmp_path)["steps"] == 6
 
 
-def test_finetuning_refuses_to_resume_a_sweep(encoder, tmp_path):
-    given = ["--task_name", "sst2", "--sweep", "--resume_from_checkpoint", "latest"]
-    with pytest.raises(SystemExit, match="--sweep must be given without --resume_from_checkpoint"):
-        run_script("finetune_glue", *glue_options(encoder, tmp_path, *given))
-
-
 def test_evaluation_that_does_not_fit(unbroken, tmp_path):
     """The training so far is saved, and a run with a smaller batch continues to the same end."""
     options, whole = unbroken

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,22 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers import processes
 from helpers.scripts import assert_same_weights, figures, pretrain_options, program, read, run_script, tree, wait_until
 from tnn_programs.cli.atomic import LOCK, claim, clean, new_files, new_folder
-from tnn_programs.cli.runs import checkpoints, prune, remove_others
+from tnn_programs.cli.runs import checkpoints
 
 STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
-
-
-def test_resumed_is_unbroken(tmp_path):
-    """A masked model; causal ones in `test_faults_training.py`, where signals stop them."""
-    options = pretrain_options(tmp_path, "mlm") + ["--max_steps", 28]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_script("pretrain", *options, "--output_dir", whole, "--checkpointing_steps", 9)
-    resumed.mkdir()
-    shutil.copytree(whole / "checkpoint-18", resumed / "checkpoint-18")
-    run_script("pretrain", *options, "--output_dir", resumed, "--resume_from_checkpoint", "latest")
-    for name in ("", "best"):
-        assert_same_weights(whole / name, resumed / name)
-    assert figures(whole) == figures(resumed)
 
 
 @pytest.mark.slow
@@ -109,17 +95,6 @@ def test_files_of_the_user_stay(tmp_path):
     assert tree(tmp_path) == before | {"config.json": b"{}"}
 
 
-def test_prune(tmp_path):
-    for step in (5, 10, 100, 20):
-        folder(tmp_path / f"checkpoint-{step}", "")
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    prune(tmp_path, None)
-    assert len(checkpoints(tmp_path)) == 4
-    prune(tmp_path, 2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-100"] != names(tmp_path)
-    assert len(names(tmp_path)) == 2
-
-
 def test_a_run_goes_on_from_one_of_its_checkpoints(tmp_path):
     """Those behind it are gone: `latest` is none of them. A checkpoint of another run does not replace a model."""
     options = [*pretrain_options(tmp_path, "clm"), "--max_eval_blocks 4 --checkpointing_steps 2 --eval_steps 2"]
@@ -136,18 +111,6 @@ def test_a_run_goes_on_from_one_of_its_checkpoints(tmp_path):
     assert figures(other)["steps"] == 2 and 3 * figures(other)["tokens"] == 2 * figures(whole)["tokens"]
     with pytest.raises(SystemExit, match="holds a model"):
         run_script("pretrain", *options, *first, "--output_dir", other)
-
-
-def test_what_is_left_of_an_earlier_run(tmp_path):
-    (tmp_path / "run").mkdir()
-    for step in (2, 4, 6):
-        folder(tmp_path / "run" / f"checkpoint-{step}", "")
-        (tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoint-4")
-    remove_others(tmp_path / "run", tmp_path / "link")
-    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
-    remove_others(tmp_path / "run", tmp_path / "checkpoint-4")
-    assert names(tmp_path / "run") == []
 
 
 def model_files(path: Path, shards: int):

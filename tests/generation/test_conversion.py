@@ -116,13 +116,6 @@ def test_other_weights_and_settings_are_kept():
     assert tied.lm_head.weight is not tied.model.embed_tokens.weight
 
 
-def test_rtf_and_converted_models_are_recurrences_already(caplog):
-    for tno_type in ("rtf", "modal", "s4d"):
-        model = lively_language_model(tno_type=tno_type)
-        assert model.to_recurrent() == (model, [])
-        assert f"empty report: tno_type='{tno_type}' is a recurrence already" in caplog.text
-
-
 def test_tolerance_takes_the_smallest_order():
     model = lively_language_model(**KERNELS["rpe"])
     _, reports = model.to_recurrent(tolerance=1e-3)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -246,22 +245,6 @@ def heads() -> dict:
     return found
 
 
-def shards() -> dict:
-    """The worst error of a gradient with FSDP2 and a group for each block, whatever mixes the tokens in it."""
-    found, ids = {}, torch.arange(80).view(2, 40)
-    for name, fields in (MIXED | HYBRIDS).items():
-        model = seeded(TnnForCausalLM, tiny_config("rtf", hidden_dropout_prob=0.0, **fields)).train()
-        model(ids, labels=ids).loss.backward()
-        expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        model.zero_grad()
-        for part in (*model.model.layers, model):
-            fully_shard(part)
-        model(ids, labels=ids).loss.backward()
-        errors = [relative_error(ranks.whole(p.grad), expected[n]) for n, p in model.named_parameters()]
-        found[name] = ranks.worst(errors)
-    return found
-
-
 def refuse() -> dict:
     """The messages for too few channels, and for an operator that does not say which parameters belong to them."""
     errors, operator = {}, TnnForCausalLM(tiny_config()).model.layers[0].mixer.tno.__class__
@@ -282,5 +265,5 @@ def cases(slow: bool) -> dict:
     chosen = CASES | (SLOW if slow else {})
     others = {"train": partial(train, steps=3 if slow else 1), "continue": continue_texts}
     others |= {"pipeline": partial(pipeline, CAUSAL if slow else ["rpe"]), "refuse": refuse}
-    others |= {"heads": heads, "shards": shards, "train mixed": partial(train, mixed=True)} if slow else {}
+    others |= {"heads": heads, "train mixed": partial(train, mixed=True)} if slow else {}
     return {name: partial(check, *case) for name, case in chosen.items()} | others

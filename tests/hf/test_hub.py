@@ -178,36 +178,3 @@ def test_errors_of_the_program(model_folder, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as left:
             run_script("push_to_hub", "--repo_id", REPO, *given)
         assert re.search(message, f"{left.value.code} {capsys.readouterr().err}")
-
-
-BEGIN = """import sys, modeling_tnn
-assert 'transformers.modeling_utils' not in sys.modules
-import transformers
-"""
-CHECKS = """
-config = modeling_tnn.TnnConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9)
-model = transformers.AutoModelForCausalLM.from_config(config)
-assert type(model) is modeling_tnn.TnnForCausalLM is modeling_tnn.modeling_tnn.TnnForCausalLM
-
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForImageClassification
-config, image = modeling_tnn.TnnConfig, modeling_tnn.TnnForImageClassification
-assert AutoModel._model_mapping[modeling_tnn.TnnConfig] is modeling_tnn.TnnModel
-assert modeling_tnn.TnnForMaskedLM in AutoModelForMaskedLM._model_mapping.values()
-assert (config, image) in AutoModelForImageClassification._model_mapping.items()
-
-class Config(transformers.PreTrainedConfig):
-    model_type = "other"
-class Model(transformers.PreTrainedModel):
-    config_class = Config
-transformers.AutoModel.register(Config, Model)
-assert transformers.AutoModel._model_mapping[Config] is Model
-
-import pickle
-mapping = pickle.loads(pickle.dumps(transformers.AutoModel._model_mapping))
-assert mapping[modeling_tnn.TnnConfig] is modeling_tnn.TnnModel
-"""
-
-
-@pytest.mark.slow
-def test_models_are_imported_when_asked_for():
-    processes.run([sys.executable, "-c", BEGIN + CHECKS], check=True)

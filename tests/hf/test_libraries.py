@@ -19,11 +19,7 @@ from transformers import (
 from helpers.ecosystem import SENTENCES, Matrix, log_likelihood, save_head
 from helpers.models import VALUES, lively_language_model, relative_error, seeded, slow, tiny_config, values_with_gaps
 from helpers.scripts import ROOT, save_model
-from modeling_tnn import (
-    TnnForCausalLM,
-    TnnForSequenceClassification,
-    TnnModel,
-)
+from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.data.text import train_tokenizer
 

@@ -199,10 +199,7 @@ def check(run, model, lengths, packed: bool = False):
         assert relative_error(run(**inputs).logits, model(**inputs).logits) < 1e-5, (rows, length)
 
 
-@pytest.mark.parametrize(
-    ("tno_type", "causal", "strict"),
-    [*FEW, *slow(*(case for case in ALL if case not in FEW))],
-)
+@pytest.mark.parametrize(("tno_type", "causal", "strict"), [*FEW, *slow(*(case for case in ALL if case not in FEW))])
 def test_one_node_for_each_product(tno_type, causal, strict):
     """SKI has two products in a layer. One program for all batches and lengths, and one of packed rows."""
     model = language_model(tno_type, causal)

@@ -8,12 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from helpers import gaussian_operator, processes
 from helpers.models import (

@@ -1,10 +1,5 @@
 """What the papers state: theorems, special cases (convolutions, ALiBi), state-space models. scipy is an oracle."""
 
-import math
-import sys
-from importlib import import_module
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,35 +12,7 @@ from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rtf import companion_matrix, monic
 
-sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
-theory = import_module("theory")
 pytestmark = pytest.mark.slow
-
-
-def test_spectral_error_is_within_its_bound():
-    """SKI paper, theorem 1; and each of its steps, the bound of an entry of W A - F."""
-    for rank in (5, 9, 17, 33):
-        row = theory.error_and_bound(theory.smooth_kernel, 65, rank)
-        assert 0 < row["error"] <= row["bound"]
-        parts = theory.Interpolated(theory.smooth_kernel, 65, rank)
-        derivative = theory.largest_derivative(theory.smooth_kernel, 2, 65 + 2 * row["distance"], step=0.05)
-        entry = (parts.weights @ parts.middle - parts.left).abs().max().item()
-        assert 0.01 < entry / (theory.PSI * row["distance"] ** 2 * derivative) <= 1 or entry < 1e-12
-
-
-@pytest.mark.parametrize("act", theory.FD_ACTS)
-def test_how_kernels_fall(act):
-    """With the published input as a square, whatever the activation: its even extension has kinks at 0 and pi.
-
-    With the cosine, smooth activations beyond every power; ReLU is square-summable (SKI theorems 2 to 4).
-    """
-    near, far = theory.fd_envelope(act, "omega", [64, 1024], resolution=4096, channels=16)
-    assert 1.6 < math.log(near / far) / math.log(16) < 2.2
-    near, far = theory.fd_envelope(act, "cos", [16, 128], resolution=4096, channels=16)
-    if act == "relu":
-        assert 1.6 < math.log(near / far) / math.log(8) < 2.2
-    else:
-        assert far < 1e-15 and near < 1e-3
 
 
 SIZES = (1, 2, 17, 40)

@@ -96,11 +96,6 @@ def test_a_dry_run_of_a_sweep(encoder, sst2, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_more_outputs():
-    """BART's classifier also returns the states of its encoder."""
-    assert finetune_glue.logits_of((np.ones((3, 2)), np.zeros(3))).shape == (3, 2)
-
-
 def test_fields_of_the_configuration_and_random_weights(encoder, sst2, tmp_path):
     """The fields reach the encoder that is trained, and are saved with it; no pretrained weights are left."""
     finetune(encoder, tmp_path, sst2, "--from_scratch --max_steps 1 --learning_rate 1e-12",
@@ -160,10 +155,7 @@ def test_files_that_are_refused(tmp_path):
     train.write_text("sentence,label\nx,1\ny,0\n")
     for content, message in (
         ("sentence,label\n", "has no rows"),
-        (
-            "sentence,class\nx,1\n",
-            "validation.csv must have the columns label .*sentence, class. --label_key names",
-        ),
+        ("sentence,class\nx,1\n", "validation.csv must have the columns label .*sentence, class. --label_key names"),
         ("sentence,label\nx,7\n", r"label must be one of those in the training file, \[0, 1\], got 7"),
         ("sentence,label\nx,1\n,0\n", "column sentence of .*validation.csv must have a value in each row, .* row 2"),
     ):

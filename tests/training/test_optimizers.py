@@ -148,22 +148,6 @@ def test_muon_skips_a_step(model, tmp_path):
         optimizer.step()
 
 
-def test_the_bar_of_trainer(tmp_path, capsys):
-    """It has the last loss and no dictionaries, and evaluations are lines. A step has no logits."""
-    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5]}] * 4
-    args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1,
-                             report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=False)  # fmt: skip
-    trainer = GroupingTrainer(seeded(TnnForCausalLM, tiny_config()), args, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-    ids = torch.arange(5)[None]
-    assert trainer.model.train()(ids, labels=ids).logits is None
-    shown, history = capsys.readouterr(), trainer.state.log_history
-    last = [entry for entry in history if "loss" in entry][-1]
-    assert f"loss {last['loss']:.3f}, lr {last['learning_rate']:.1e}" in shown.err and "{" not in shown.out + shown.err
-    loss = next(entry["eval_loss"] for entry in history if "eval_loss" in entry)
-    assert f"step 1: validation loss {loss:.4g}\n" in shown.out.replace("\r", "\n")
-
-
 def test_a_model_without_a_cache_gets_none(tmp_path):
     """Trainer gives every configuration a `use_cache`; it is not saved with one that has no such field."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}

@@ -32,7 +32,7 @@ from tnn_programs.cli.runs import check_same_run, describe_run
 from tnn_programs.cli.training_arguments import PretrainArguments
 from tnn_programs.data.corpus import load_corpus, workers_for
 from tnn_programs.training import passes
-from tnn_programs.training.costs import flops_of_token, peak_of
+from tnn_programs.training.costs import flops_of_token
 from tnn_programs.training.passes import count_targets, summed_loss, token_losses
 
 
@@ -160,14 +160,6 @@ def test_the_operations_of_a_token(head, config, batch, lags):
     counted = (totals[1] - totals[0]) / 36 + transforms
     counted += 6 * sum(part.numel() for name, part in model.named_parameters() if name.endswith("short.taps"))
     assert flops_of_token(model, 36) == pytest.approx(counted, rel=0.03)
-
-
-def test_the_peak_of_a_device(monkeypatch):
-    known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L4": 121e12, "Tesla K80": None}
-    for name, peak in known.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_of(torch.device("cuda"), "bf16") == peak
-    assert peak_of(torch.device("cpu"), "bf16") is None
 
 
 @pytest.mark.parametrize("kind, error", slow(("tnn", None), ("tnn", "no compiler"), ("gpt2", "no compiler")))

@@ -7,7 +7,7 @@ from transformers import AutoModel
 from helpers.heads import HeadTests, LayerTests
 from helpers.models import BIDIRECTIONAL, checkpoint_activations, image_config, relative_error, seeded, tiny_config
 from helpers.operators import random_input, random_operator
-from modeling_tnn import TnnForImageClassification, TnnForSequenceClassification, TnnModel, numerics
+from modeling_tnn import TnnForImageClassification, TnnModel, numerics
 from modeling_tnn.inputs import token_positions
 from modeling_tnn.norms import BatchNorm, SimpleRMSNorm
 from modeling_tnn.position_encoder import sinusoidal_embedding
@@ -79,15 +79,6 @@ def test_model_is_the_released_one(tmp_path):
     for size in (4, 20, 24, 36):
         pixels = torch.randn(2, 3, size, size).double()
         assert relative_error(model(pixels).logits, released_forward(model, pixels)) < 1e-12
-
-
-def test_input_embeddings_are_the_patches():
-    """PEFT and checkpointing of frozen models need the input embeddings."""
-    model = TnnForImageClassification(image_config())
-    assert model.get_input_embeddings() is model.model.get_input_embeddings() is model.model.patch_embedding
-    model.requires_grad_(False)
-    model.enable_input_require_grads()
-    assert model(torch.randn(1, 3, 24, 24)).logits.requires_grad
 
 
 def test_refused_configurations():
@@ -243,16 +234,6 @@ def test_positions():
     waves = [f(3 * torch.tensor(rate)) for f, rate in zip((torch.sin, torch.cos) * 3, rates, strict=False)]
     torch.testing.assert_close(encoding[0, 1], torch.stack(waves).double(), rtol=1e-6, atol=1e-6)
     assert encoding[0, 0].tolist() == [0, 1, 0, 1, 0]
-
-
-def test_order_matters_with_positions():
-    """Without a kernel, a bag of words: only the positions can tell two orders apart."""
-    text = torch.randint(99, (1, 9))
-    for fields, differs in (({}, False), ({"position_embedding": "sinusoidal"}, True)):
-        config = tiny_config("rpe", False, rpe_window=1, num_hidden_layers=1, **fields)
-        model = seeded(TnnForSequenceClassification, config)
-        change = (model(text).logits - model(text.flip(1)).logits).abs().max()
-        assert (change > 1e-4) == differs
 
 
 def test_initializer_of_the_gated_unit():

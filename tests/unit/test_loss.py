@@ -63,13 +63,6 @@ def test_values_and_gradients(bias, ignore_index, hosts, monkeypatch):
         assert [x.grad is None for x in given] == [i == fixed for i in range(len(inputs))]
 
 
-def test_rows_of_a_chunk(monkeypatch):
-    """In half precision, on an accelerator: as many as fit the memory for them, in whole tiles of a product."""
-    monkeypatch.setattr(loss, "LARGE_ROWS", 4096)
-    for words, rows in ((99, 4096), (50304, 4096), (256_000, 1024), (10**7, 128)):
-        assert loss.rows_of_chunk(torch.empty(1, device="meta"), 2 * words) == rows
-
-
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, True), (torch.float16, False)])
 @pytest.mark.parametrize("hosts", [("cpu",), ()])
 def test_half_precision(dtype, autocast, hosts, monkeypatch):

@@ -5,23 +5,11 @@ Heads are in `test_heads.py`, gates in `helpers/products.py`.
 
 import pytest
 import torch
-from torch import nn
 from transformers import DynamicCache, Trainer, TrainingArguments
-from transformers.activations import ACT2FN
 
 from helpers.hybrids import HYBRIDS
-from helpers.models import (
-    CAUSAL,
-    RandomTexts,
-    lively_language_model,
-    relative_error,
-    seeded,
-    tiny_config,
-)
+from helpers.models import CAUSAL, RandomTexts, lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.linear import apply_channel_major
-from modeling_tnn.toeplitz import causal_toeplitz_matmul
-from modeling_tnn.toeplitz_fused import Gate
 
 LANGUAGE_MODELS = {True: TnnForCausalLM, False: TnnForMaskedLM}
 
@@ -222,20 +210,6 @@ def test_shift_labels():
         assert model(ids, labels=labels, shift_labels=shifted).loss == expected
     with pytest.raises(ValueError, match="`shift_labels` must have shape"):
         model(ids, shift_labels=shifted[:, 1:])
-
-
-class Wrapped(nn.Linear):
-    """As adapters and quantizers put it in the place of a linear layer."""
-
-
-@pytest.mark.parametrize("cls", [nn.Linear, Wrapped])
-def test_results_lie_channel_by_channel(cls):
-    """Through the whole gated unit: no step falls back to the other layout."""
-    u = apply_channel_major(cls(5, 4), torch.randn(2, 7, 5))
-    y = causal_toeplitz_matmul(u, torch.randn(4, 7), "fused", Gate(u, ACT2FN["silu"]))
-    assert u.permute(2, 0, 1).is_contiguous() and y.permute(2, 0, 1).is_contiguous()
-    (gradient,) = torch.autograd.grad(y.sum(), u)
-    assert gradient.permute(2, 0, 1).is_contiguous()
 
 
 @pytest.fixture

@@ -9,18 +9,10 @@ from torch.func import grad
 
 from helpers.models import VARIANTS, relative_error, seeded, slow, tiny_config
 from helpers.strategies import noise
-from modeling_tnn import (
-    TnnForCausalLM,
-    TnnForMaskedLM,
-    TnnForTimeSeriesPrediction,
-    TnnModel,
-    causal_toeplitz_matmul,
-    numerics,
-)
+from modeling_tnn import TnnForMaskedLM, TnnForTimeSeriesPrediction, TnnModel, causal_toeplitz_matmul, numerics
 from modeling_tnn.modeling_tnn import TnnBlock
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.parallel.tensor import NORMS
-from modeling_tnn.tno_rpe import RpeOperator
 
 POSITIONS = ("pre", "post", "res_post")
 
@@ -224,29 +216,3 @@ def test_values_do_not_follow_the_default_dtype(fields):
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
-
-
-def test_lags_follow_the_activations(monkeypatch):
-    """At a decay of 0.9, float32 has 152 and half precision 79, wherever the kernel is made."""
-    found, coefficients = [], RpeOperator.coefficients
-
-    def counted(self, length, device=None):
-        found.append(length)
-        return coefficients(self, length, device)
-
-    monkeypatch.setattr(RpeOperator, "coefficients", counted)
-    ids, model = torch.arange(200)[None] % 99, seeded(TnnForCausalLM, tiny_config(decay=0.9, use_cache=False))
-    for context in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
-        with context:
-            model(ids)
-    assert found == [152, 152, 79, 79]
-    found.clear()
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ())  # the kernels of both layers in one go
-    with torch.autocast("cpu", torch.float16):
-        model(ids)
-    model.half()(ids)
-    model.float()(ids)
-    assert found == [79, 79, 152]
-    found.clear()
-    torch.export.export(model.half(), (), {"input_ids": ids}, strict=False)
-    assert found == [200, 200]  # which serves any length

@@ -323,17 +323,6 @@ def test_forecasts_are_passes_over_all_values(tno_type, causal, fields):
         model.generate(past, prediction_length=0)
 
 
-def test_forecasts_move_with_their_series():
-    """Units change nothing, and a value that the mask hides is one that is missing."""
-    model = seeded(TnnForTimeSeriesPrediction, tiny_config(input_channels=CHANNELS, prediction_length=4)).double()
-    past, observed = VALUES[20:37].nan_to_num()[None], torch.rand(1, 17, CHANNELS) < 0.8
-    missing = past.masked_fill(~observed, torch.nan)
-    outputs, hidden = model(missing), model(past, past_observed_mask=observed.long())
-    assert torch.equal(outputs.prediction_outputs, hidden.prediction_outputs)
-    moved = model(missing * 1000 + 50_000).prediction_outputs
-    assert relative_error(moved, outputs.prediction_outputs * 1000 + 50_000) < 1e-5
-
-
 @pytest.mark.slow
 def test_audio(tmp_path):
     """With transformers' extractor, Trainer and pipeline: it learns whether a tone is high or low."""

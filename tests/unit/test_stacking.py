@@ -10,18 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
-from helpers.models import (
-    CAUSAL,
-    VARIANTS,
-    checkpoint_activations,
-    image_config,
-    relative_error,
-    seeded,
-    slow,
-    tiny_config,
-)
+from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics
-from modeling_tnn.kernels import stacking
 from modeling_tnn.kernels.stacking import kernels_of_layers
 from modeling_tnn.tno import NO_PASS
 
@@ -114,21 +104,6 @@ def test_checkpointed_layers_make_their_own(accelerator):
         assert not is_stacked(model)
         assert_equal(outcome(model, ids), expected)
         assert is_stacked(model.eval())
-
-
-@pytest.mark.parametrize("tno_type", CAUSAL)
-def test_a_cache(tno_type, monkeypatch):
-    """The first call takes the kernels, later ones do not compute any."""
-    model, ids = model_of(tno_type).double(), torch.arange(34).view(2, 17)
-    expected = model(ids).logits
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    outputs = model(ids[:, :15], use_cache=True)
-    logits = [outputs.logits]
-    monkeypatch.setattr(stacking, "kernels_together", None)
-    for t in (15, 16):
-        outputs = model(ids[:, t : t + 1], past_key_values=outputs.past_key_values)
-        logits.append(outputs.logits)
-    assert relative_error(torch.cat(logits, dim=1), expected) < 1e-12
 
 
 @pytest.mark.parametrize("tno_type", ["ski", "rtf"])

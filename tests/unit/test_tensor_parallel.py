@@ -9,7 +9,7 @@ from transformers.distributed import DistributedConfig
 
 from helpers import ranks, tensor_ranks
 from helpers.models import CAUSAL, VARIANTS, tiny_config
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn import TnnForCausalLM
 from modeling_tnn.parallel.channels import restricted
 from modeling_tnn.parallel.tensor import DIVIDES_FILTERS
 from modeling_tnn.tno_auto import build_tno
@@ -65,7 +65,6 @@ def test_processes_are_one(world):
         assert errors["logits"] < 1e-12 and errors["gradients"] < 1e-9, name
     assert {*results["pipeline"]["stages"]} == {*CAUSAL}
     assert all(one["logits"] < 1e-12 and one["same"] for one in results["pipeline"]["stages"].values())
-    assert max(results["shards"].values()) < 1e-5, results["shards"]
     mixed = results["train mixed"]
     assert mixed["loss"] < 1e-2 and mixed["weights"] < 1e-2, mixed
     if world == 2:
@@ -104,15 +103,6 @@ def test_one_process_is_as_without_a_plan(tmp_path):
     loaded.save_pretrained(tmp_path / "two")
     saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two")]
     assert saved[0] == saved[1] and not any("plan" in field or "distributed" in field for field in saved[0])
-
-
-def test_plans():
-    """They name modules that exist, and the head's beside those of the base model."""
-    for model in (TnnForCausalLM(tiny_config()), TnnForMaskedLM(tiny_config(causal=False))):
-        names = {name.replace(".0.", ".*.") for name, _ in model.named_modules()}
-        assert model.tp_plan.keys() <= names
-        assert model.tp_plan["lm_head"] == "colwise_gather_output" and "model.layers.*.mixer.tno" in model.tp_plan
-    assert TnnConfig().to_dict().keys().isdisjoint({"base_model_tp_plan", "_tp_plan"})
 
 
 def test_restricted_operator():

@@ -9,7 +9,6 @@ import torch
 from helpers.models import relative_error, seeded, slow, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from modeling_tnn import TnnForCausalLM, TnnModel
-from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_hyena import HyenaOperator
 
 
@@ -50,15 +49,6 @@ def test_the_filter_by_its_definition(causal):
             negative = [] if causal else [np.pad(taps[1][:, :20], ((0, 0), (0, 20)))[:, : length - 1][:, ::-1]]
             whole = np.concatenate([*negative, expected[:, :length]], axis=1)
             assert relative_error(operator.coefficients(length), torch.tensor(whole.copy())) < 1e-6, length
-
-
-def test_initialization():
-    operator = seeded(build_tno, tiny_config("hyena", hidden_size=500, hyena_filter_freq=3))
-    operator.reset_parameters()
-    assert (operator.freq == 3).all() and abs(operator.direct.std() - 1) < 0.1
-    assert operator.times[[0, -1]].tolist() == [0, 1] and operator.features.shape == (64, 5)
-    assert torch.allclose(operator.rates[[0, -1]].exp(), torch.tensor([0.01 ** (1 / 1.5), 0.01 ** (1 / 0.3)]))
-    assert not {"times", "features", "rates"} & dict(operator.named_parameters()).keys()
 
 
 def test_constants_stay_in_float32(tmp_path):

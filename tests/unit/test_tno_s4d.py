@@ -54,19 +54,6 @@ def test_powers_are_the_definition(discretization, traced, monkeypatch):
 
 
 @pytest.mark.parametrize("discretization", DISCRETIZATIONS)
-def test_discretization_is_that_of_scipy(discretization):
-    alpha = np.array([-0.5 + 0j, -1e-3 + 7j, -2 - 3j, -30 + 1j])
-    given, eye = Pair(torch.tensor(alpha.real)[None], torch.tensor(alpha.imag)[None]), np.eye(4)
-    for step, tolerance in ((1e-7, 1e-8), (0.01, 1e-12), (0.3, 1e-12), (3.0, 1e-12)):
-        found, gain = DISCRETIZATIONS[discretization](given, torch.tensor([[step]], dtype=torch.float64))
-        pole, weight, *_ = cont2discrete((np.diag(alpha), eye, eye, 0 * eye), step, method=discretization)
-        first = found.powers(torch.ones(1))
-        for actual, expected in [(Pair(*(part[0] for part in first)), pole), (gain, weight)]:
-            error = np.abs(torch.complex(*actual)[0].numpy() - np.diag(expected)) / np.abs(np.diag(expected))
-            assert error.max() < tolerance, step
-
-
-@pytest.mark.parametrize("discretization", DISCRETIZATIONS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_kernel_of_a_system(causal, discretization):
     """By scipy's discretisation and powers of its matrix: 2 Re C A^k B, and D at lag 0."""

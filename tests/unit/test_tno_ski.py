@@ -71,11 +71,6 @@ def test_published_start():
         assert parameter.square().mean().item() == pytest.approx(1, abs=0.1)
 
 
-def test_ski_is_exactly_toeplitz_at_full_rank():
-    operator = random_operator("ski", False, ski_rank=64)
-    assert relative_error(operator.dense(64), dense_toeplitz(operator.coefficients(64))) < 1e-13
-
-
 def exponential(rank: int):
     """An operator whose kernel is 0.98^|lag|, for 193 positions."""
     fields = {"ski_rank": rank, "max_position_embeddings": 193, "ski_decay": 0.98}

@@ -76,13 +76,6 @@ def check(length, taps, first, dtype=torch.float32, batch=2, channels=1):
     TestTriton().check(v, kernel, first, Gate(u, ACTIVATIONS["silu"], masked(batch, length)), dtype)
 
 
-@pytest.mark.parametrize(("length", "taps", "first"), [(2048, 1587, 0), (1500, 2999, 1499)])
-def test_filters_of_real_models(length, taps, first):
-    """Decay 0.99, and every lag on both sides."""
-    for dtype in TOLERANCE:
-        check(length, taps, first, dtype)
-
-
 def test_every_number_is_written():
     """PyTorch's deterministic algorithms fill fresh memory with NaN."""
     torch.use_deterministic_algorithms(True)
