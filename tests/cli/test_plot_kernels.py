@@ -11,7 +11,7 @@ import torch
 from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import run
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
-from modeling_tnn.plotting.reading import Kernel, octave_shares, octaves, read_layer, summary
+from modeling_tnn.plotting.reading import Kernel, octave_shares, octaves, poles_of, read_layer, summary
 from modeling_tnn.tno_auto import build_tno
 
 
@@ -89,6 +89,22 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
 
 
 IMAGES = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spatial_dims": 2}
+
+
+@pytest.mark.parametrize("tno_type", ["rtf", "s4d"])
+def test_the_largest_pole_is_one_of_those_of_many_kernels(tno_type):
+    operator = seeded(build_tno, tiny_config(tno_type, hidden_size=64, rtf_num_denominators=None, rtf_constraint=None))
+    operator.reset_parameters()
+    with torch.no_grad():
+        if tno_type == "rtf":
+            operator.denominator[1] = 0
+            operator.denominator[1, 0] = -1.5
+            expected = 1.5
+        else:
+            operator.log_real[1] -= 5
+            expected = operator.powers(torch.ones(1))[1].abs().max().item()
+        assert poles_of(operator).abs().max().item() == pytest.approx(expected)
+        assert len(poles_of(operator)) <= 65 < operator.channels
 
 
 @pytest.mark.parametrize(("head", "fields", "names"), [

@@ -113,6 +113,18 @@ def test_a_run_goes_on_from_one_of_its_checkpoints(tmp_path):
         run_script("pretrain", *options, *first, "--output_dir", other)
 
 
+def test_what_is_left_of_an_earlier_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    for step in (2, 4, 6):
+        folder(tmp_path / "run" / f"checkpoint-{step}", "")
+        (tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoint-4")
+    remove_others(tmp_path / "run", tmp_path / "link")
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
+    remove_others(tmp_path / "run", tmp_path / "checkpoint-4")
+    assert names(tmp_path / "run") == []
+
+
 def model_files(path: Path, shards: int):
     """A folder of empty files, named as those of a model in some shards."""
     for name in ["config.json", "tokenizer.json", *(f"model-{i}-of-{shards}.safetensors" for i in range(shards))]:

@@ -138,6 +138,23 @@ def test_programs():
         assert 'if __name__ == "__main__":\n    main()\n' in FILES[name].read_text(), name
 
 
+def test_a_file_that_is_skipped_fails_the_run(tmp_path):
+    """At its import, or test by test; unless it is known to need more. With processes of xdist, and without."""
+    skipped, some = "import pytest\npytest.importorskip('no_such_package')\n", "import pytest\n"
+    some += "def test_a():\n    pytest.skip()\n"
+    files = {"gpu": skipped, "some": some + "def test_b(): pass\n", "at_import": skipped, "each": some}
+    for name, text in files.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-p", "helpers.every_file", "-c", os.devnull, "--rootdir", tmp_path]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 200}
+    options["env"] = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run([*command, "-n", "1", tmp_path], **options)
+    found = re.findall(r"ERROR: all tests of (\S+) were skipped", done.stdout)
+    assert (done.returncode, found) == (1, ["test_at_import.py", "test_each.py"]), done.stdout
+    done = subprocess.run([*command, "test_gpu.py", "test_some.py"], **options)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_readme_lists_the_operators():
     """With the directions that they have."""
     text = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.gaussian_operator import GaussianOperator
-from helpers.models import random, relative_error, seeded, tiny_config
+from helpers.models import lively_language_model, random, relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from helpers.products import compare_derivatives
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel, ToeplitzOperator, register_operator, tno_rtf
@@ -116,6 +116,15 @@ def test_rtf_with_montel_constraint_is_stable():
 
 
 SIZES = [(1, 2, 1), (3, 8, 7), (3, 18, 18), (16, 64, 33)]
+
+
+def test_texts_that_decode_together():
+    """From four texts on, steps on a CPU share blocks. Their coefficients are shorter than a block, or longer."""
+    for order in (1, 7, 8, 20):
+        model = lively_language_model(tno_type="rtf", rtf_state_size=order)
+        prompt = torch.arange(40).view(5, 8) * 2 + 3
+        options = {"max_new_tokens": 20, "do_sample": False}
+        assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))
 
 
 def plain_taps(denominator, numerator, direct, size, length):
