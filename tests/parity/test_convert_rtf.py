@@ -120,15 +120,12 @@ STATES = {"rtf-listops": lambda: s4_state(words(), classifier()), "hyena_rtf": h
 # Architecture, options, tensors that are added (their size) or left out (None, by pattern), and the message.
 REFUSED = [
     ("rtf-listops", {"final_act": "gelu"}, {}, "final_act must be 'glu' for a conversion, got 'gelu'"),
-    ("rtf-listops", {"mode": "sum"}, {}, "mode must be one of pool, last for a conversion, got 'sum'"),
     ("rtf-listops", {"prenorm": False}, {}, "prenorm must be True, as in the weights .*, got False"),
     ("rtf-listops", {"norm": "layer"}, {}, "norm must be 'batch', as in the weights .*, got 'layer'"),
     ("rtf-listops", {}, {"model.layers.0.reverse_layer.layer.ab": 2}, "bidirectional of the model .*must be off"),
-    ("rtf-listops", {}, {"model.layers.0.layer.input_gate.0.weight": 2}, "gate must be off .*, got .*input_gate"),
     ("rtf-listops", {}, {"model.layers.0.layer.layer.kernel.C": 2}, "other than 'rtf' must be off .*kernel.C"),
     ("rtf-listops", {}, {"model.layers.1.extra.weight": 2}, "Unexpected .*model.layers.1.extra.weight"),
     ("rtf-listops", {}, {"encoder.0.bias": WIDTH}, "dataset must be one of cifar, pathfinder, .*, got None and 6"),
-    ("rtf-listops", {}, {"model.layers.1.layer.layer.h_0": 5}, "mismatch for model.layers.1.layer.layer.h_0"),
     ("rtf-listops", {}, {"layers.1.layer.output_linear.0.bias": None}, "Missing .*layers.1.mixer.o_proj.bias"),
     ("rtf-listops", {}, {"layers.0.layer.layer.ab": None}, "must hold filters of RTF, ab and h_0"),
     ("rtf-listops", {}, {r"\.(running_mean|running_var|num_batches_tracked)$": None}, "norm must be 'layer'"),
@@ -136,8 +133,6 @@ REFUSED = [
     ("hyena_rtf", {"num_heads": 2}, {}, "num_heads must be 1 for a conversion, got 2"),
     ("hyena_rtf", {}, {"model.backbone.embeddings.position_embeddings.weight": 2}, "max_position_embeddings must be"),
     ("hyena_rtf", {}, {"model.backbone.layers.0.mixer.Wqkv.weight": 2}, "attn_layer_idx must be off"),
-    ("hyena_rtf", {}, {"model.backbone.ln_0.weight": 2}, "Unexpected .*model.backbone.ln_0.weight"),
-    ("hyena_rtf", {}, {"layers.1.mlp.fc2.weight": None}, "Missing .*layers.1.glu.down_proj.weight"),
     ("hyena_rtf", {}, {r"filter_fn\.scalar$": None}, "constraint must be 'no', as in the weights"),
 ]
 

@@ -1,18 +1,16 @@
-"""Programs of `docs/research`, each run once, as a toy."""
+"""Benchmarks of `docs/research`, each run once, as a toy."""
 
 import json
 import sys
 from importlib import import_module
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from helpers.scripts import ROOT, TEXT, read, save_model, table_rows, words
+from helpers.scripts import ROOT, table_rows, words
 
 sys.path.append(str(ROOT / "docs" / "research"))
 pytestmark = pytest.mark.slow
-suites, distil, products = map(import_module, ("benchmark", "distil", "suites.products"))
+suites = import_module("benchmark")
 
 
 @pytest.fixture
@@ -55,22 +53,3 @@ def test_suites(suite, options, ways, measure):
     given = [] if suite in ("state_size", "long_range", "mixing") else [f"--{name}s", *ways]
     rows, shown = measure(suite, options, *given)
     assert {row[name] for row in rows} == set(ways) and shown
-
-
-@pytest.mark.parametrize("fit", distil.FITS)
-def test_program_decodes_with_the_fit(fit, tmp_path, monkeypatch):
-    folder, output = save_model(tmp_path / "model", decay=0.9), tmp_path / "out"
-    (tmp_path / "text.txt").write_text(TEXT * 60)
-    options = f"--model_name_or_path {folder} --output_dir {output} --dataset_name {tmp_path}/text.txt --rows 1"
-    options += f" --fit {fit} --order 6 --steps 40 --block_size 64"
-    monkeypatch.setattr(sys, "argv", ["distil.py", *words(options)])
-    distil.main()
-    report = read(output, "conversion")
-    assert (report["fit"], report["steps"], report["modes"]) == (fit, 40, None)
-    for layer in report["layers"]:
-        assert layer["l2_layer"] < 1 and layer["largest_pole"] < 1 and 0 < layer["direct_l2_layer"] < 1
-    converted, prompt = AutoModelForCausalLM.from_pretrained(output), torch.tensor([[5, 6, 7]])
-    assert (converted.config.tno_type, converted.config.converted_from) == (distil.FITS[fit].tno_type, "rpe")
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    expected = converted.generate(prompt, use_cache=False, **options)
-    assert torch.equal(converted.generate(prompt, **options), expected)

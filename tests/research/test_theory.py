@@ -90,9 +90,6 @@ def alibi(heads: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return bias.expand(-1, length, -1), (bias[:, 0, 0] - bias[:, 0, 1]).exp()
 
 
-ORDERS = pytest.mark.parametrize("order", [1, 5])
-
-
 def random_system(order: int, seed: int) -> tuple[np.ndarray, ...]:
     """Matrices A, B, C and D of scipy, dense and stable."""
     random = np.random.default_rng(seed)
@@ -150,28 +147,6 @@ def test_a_state_space_model_is_an_rtf_operator(order, size):
         companion = companion_matrix(form.denominator)[channel].numpy(), np.eye(order, 1), b[None, 1:], system[3]
         for response in (long_division, modal, zeros_and_poles, impulse_response(companion, 200)):
             assert np.allclose(response, taps[channel], atol=1e-9)
-
-
-def polynomials(system: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """The coefficients a and b by RTF equation 5, for h_0 = 0."""
-    transition, given, read, _ = system
-    below = np.poly(transition)
-    return below, np.poly(transition - given @ read) - below
-
-
-@ORDERS
-def test_a_change_of_variables_leaves_the_coefficients(order):
-    """RTF lemma 3.1, and its count: n^2 + 2n + 1 numbers of a state-space model are 2n + 1 of an operator."""
-    system = random_system(order, seed=0)
-    transition, given, read, direct = system
-    change = np.random.default_rng(1).normal(size=(order, order)) + 2 * np.eye(order)
-    back = np.linalg.inv(change)
-    changed = change @ transition @ back, change @ given, read @ back, direct
-    for first, second in zip(polynomials(system), polynomials(changed), strict=True):
-        assert np.allclose(first, second, atol=1e-10)
-    operator = rtf_operator(order=order)
-    counts = {name: parameter[0].numel() for name, parameter in operator.named_parameters()}
-    assert sum(counts.values()) == 2 * order + 1 <= sum(part.size for part in system)
 
 
 @pytest.mark.parametrize("size", [64, 63])

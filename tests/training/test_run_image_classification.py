@@ -191,20 +191,6 @@ def test_odd_batches(tmp_path):
         trainer(tmp_path, per_device_train_batch_size=3)
 
 
-@timm
-def test_accumulated_steps_are_one_of_the_whole_batch(tmp_path, monkeypatch):
-    """Without mixing: of a peer whose own loss Trainer would not divide."""
-    found = []
-    for batch, accumulated in ((12, 1), (4, 3)):
-        set_seed(0)
-        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "optim": "sgd"}
-        one = trainer(tmp_path, max_steps=1, learning_rate=0.1, max_grad_norm=0.0, **options)
-        monkeypatch.setattr(one, "mixup", lambda pixels, labels: (pixels, labels))
-        one.train()
-        found.append(one.model.classifier.weight.detach().clone())
-    torch.testing.assert_close(*found)
-
-
 def test_evaluation_sees_the_middle_of_a_picture():
     """As in DeiT: the shorter side has 256 / 224 of the model's side."""
     rows = np.zeros((32, 64, 3), dtype=np.uint8)

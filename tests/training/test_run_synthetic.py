@@ -1,7 +1,5 @@
 """Copying, Delay, Recall and Passkey, and ablations: their rows and scores, and both programs at a small size."""
 
-import functools
-
 import pytest
 import torch
 from datasets import Dataset
@@ -89,31 +87,6 @@ def test_states_and_blocks_of_the_models():
         assert config.toeplitz_mixer == "s4" and not config.use_glu and config.gtu_expansion == 1
     args = arguments(config_overrides="toeplitz_mixer=s4", variants=["pure:toeplitz_mixer=gtu"], **recall)
     assert args.models()["pure"].toeplitz_mixer == "gtu"
-
-
-FIXED = "--max_steps 2 --max_train_samples 20 --max_eval_samples 10 --save_strategy no --hidden_size 4 --seeds 0 1"
-
-
-@pytest.mark.slow
-def test_variants(monkeypatch, tmp_path, task="passkey"):
-    """Each variant is trained with its own fields and scored at each length; the longer score is of longer rows."""
-    seen, forward = set(), TnnForCausalLM.forward
-
-    @functools.wraps(forward)  # Trainer reads the names of the inputs
-    def record(self, input_ids, **inputs):
-        seen.add((self.training, self.config.layer_types[1], input_ids.shape[1]))
-        return forward(self, input_ids, **inputs)
-
-    monkeypatch.setattr(TnnForCausalLM, "forward", record)
-    shown = run("run_synthetic", FIXED, f"--task {task} --memory 2 --num_tokens 9 --length 12 --longer 24",
-                "--variants pure hybrid:layer_types=[toeplitz,full_attention],num_attention_heads=1",
-                f"--num_hidden_layers 2 --output_dir {tmp_path}").stdout  # fmt: skip
-    kinds = ("toeplitz", "full_attention")
-    assert seen == {(training, kind, n) for kind in kinds for training, n in ((True, 12), (False, 12), (False, 24))}
-    rows = read(tmp_path)["rows"]
-    assert [(row["variant"], row["seed"]) for row in rows] == [("pure", 0), ("pure", 1), ("hybrid", 0), ("hybrid", 1)]
-    assert all(set(row["by_length"]) == {"12", "24"} and row["accuracy"] == row["by_length"]["12"] for row in rows)
-    assert table_rows(shown)[0] == ["variant", "accuracy, mean", "lowest", "highest", "at 24", "seeds"]
 
 
 def test_refused_arguments():

@@ -101,13 +101,6 @@ def test_initialisation(initializer, deviation):
         assert bound * 0.95 < linear.weight.abs().max() <= bound and linear.bias.abs().max() > 0
 
 
-def test_dropout_is_applied_in_training_only():
-    model = seeded(TnnModel, tiny_config(hidden_dropout_prob=0.5))
-    assert torch.equal(model(**batch())[0], model(**batch())[0])
-    model.train()
-    assert not torch.equal(model(**batch())[0], model(**batch())[0])
-
-
 PAD = 1
 # Padding behind, before, on both sides and within a text; and none.
 MASKS = torch.tensor(

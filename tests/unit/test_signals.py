@@ -1,17 +1,8 @@
 """Real-valued input: what the heads of tokens promise, of values; missing values, forecasts, audio, regression."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from transformers import (
-    AutoFeatureExtractor,
-    AutoModelForAudioClassification,
-    Trainer,
-    TrainingArguments,
-    Wav2Vec2FeatureExtractor,
-    pipeline,
-)
 
 from helpers.heads import HOLES, IDS, TextHeadTests, both
 from helpers.models import relative_error, seeded, tiny_config
@@ -321,38 +312,3 @@ def test_forecasts_are_passes_over_all_values(tno_type, causal, fields):
     assert all(relative_error(one[None], forecast) < 1e-9 for one in padded)
     with pytest.raises(ValueError, match="`prediction_length` must be at least 1, got 0"):
         model.generate(past, prediction_length=0)
-
-
-@pytest.mark.slow
-def test_audio(tmp_path):
-    """With transformers' extractor, Trainer and pipeline: it learns whether a tone is high or low."""
-    extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)
-    generator = np.random.default_rng(0)
-
-    def tone(index):
-        time = np.arange(generator.integers(150, 250)) / 16000
-        return np.sin(2 * np.pi * (400, 1600)[index % 2] * time + generator.uniform(0, 6)).astype(np.float32)
-
-    def collate(rows):
-        audio, labels = zip(*rows, strict=True)
-        batch = extractor(list(audio), sampling_rate=16000, padding=True, return_tensors="pt")
-        return dict(batch) | {"labels": torch.tensor(labels)}
-
-    rows = [(tone(index), index % 2) for index in range(96)]
-    fields = {"input_channels": 1, "id2label": {0: "low", 1: "high"}, "label2id": {"low": 0, "high": 1}}
-    model = seeded(TnnForAudioClassification, tiny_config("s4d", causal=False, **fields))
-    arguments = TrainingArguments(
-        tmp_path / "trainer", max_steps=40, per_device_train_batch_size=16, learning_rate=1e-2, report_to="none",
-        use_cpu=True, disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
-    )  # fmt: skip
-    Trainer(model, arguments, train_dataset=rows, data_collator=collate).train()
-    model.save_pretrained(tmp_path)
-    extractor.save_pretrained(tmp_path)
-    assert isinstance(AutoFeatureExtractor.from_pretrained(tmp_path), Wav2Vec2FeatureExtractor)
-    assert isinstance(AutoModelForAudioClassification.from_pretrained(tmp_path), TnnForAudioClassification)
-    model.freeze_feature_encoder()  # `run_audio_classification.py` of transformers does, unless told not to
-    fixed = {name for name, part in model.named_parameters() if not part.requires_grad}
-    assert fixed == {"model.embed_values.projection.weight", "model.embed_values.projection.bias"}
-    classify = pipeline("audio-classification", model=str(tmp_path))
-    for index in range(6):
-        assert classify(tone(index))[0]["label"] == ("low", "high")[index % 2]
