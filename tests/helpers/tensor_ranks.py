@@ -1,7 +1,6 @@
 """The processes of `tests/unit/test_tensor_parallel.py`: a model divided over them beside the same model in each."""
 
 import json
-import pickle
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -168,23 +167,6 @@ def train(mixed: bool = False, steps: int = 3) -> dict:
     }
 
 
-def continue_texts() -> dict:
-    """A text that is continued, and one whose cache was pickled."""
-    model, _, divided = build("rpe", True, {})
-    ids, found = inputs(False)["input_ids"], {}
-    with torch.no_grad():
-        logits = [
-            one(ids, past_key_values=one(ids, use_cache=True).past_key_values).logits for one in (divided, model)
-        ]
-        found["logits"] = relative_error(*logits)
-        cache = divided(ids, use_cache=True).past_key_values
-        divided(ids[:, :1], past_key_values=cache)
-        copied = pickle.loads(pickle.dumps(cache))  # noqa: S301 - it was made in this line
-        expected = divided(ids[:, 1:2], past_key_values=cache).logits
-        found["pickled"] = relative_error(divided(ids[:, 1:2], past_key_values=copied).logits, expected)
-    return found
-
-
 def pipeline(names: list[str]) -> dict:
     """The layers divided over the processes: logits, and generated tokens after padding, of these operators."""
     found = {}
@@ -263,7 +245,7 @@ def refuse() -> dict:
 def cases(slow: bool) -> dict:
     """The cases of `make test`, or all."""
     chosen = CASES | (SLOW if slow else {})
-    others = {"train": partial(train, steps=3 if slow else 1), "continue": continue_texts}
+    others = {"train": partial(train, steps=3 if slow else 1)}
     others |= {"pipeline": partial(pipeline, CAUSAL if slow else ["rpe"]), "refuse": refuse}
     others |= {"heads": heads, "train mixed": partial(train, mixed=True)} if slow else {}
     return {name: partial(check, *case) for name, case in chosen.items()} | others

@@ -1,16 +1,14 @@
-"""Saving and loading: in a fresh process, sharded, in other dtypes, through the Auto classes."""
+"""Saving and loading: sharded, in other dtypes, through the Auto classes."""
 
 import copy
 import json
 import re
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from helpers import gaussian_operator, processes
 from helpers.models import (
     AUTO,
     INPUT_IDS,
@@ -23,24 +21,10 @@ from helpers.models import (
     slow,
     tiny_config,
 )
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 from modeling_tnn.hub import AUTO_MAP
 from modeling_tnn.tno_auto import OPERATORS
 from modeling_tnn.tools.checks import CheckpointMismatchError
-
-# Run in a fresh process: load every folder by its Auto class and save the first output.
-LOADER = """
-import sys, torch, transformers
-import helpers.gaussian_operator
-from safetensors.torch import save_file
-outputs = {}
-for argument in sys.argv[2:]:
-    auto, folder = argument.split("=", 1)
-    model, info = getattr(transformers, auto).from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values()), info
-    outputs[folder] = model(torch.arange(22).view(2, 11) * 4)[0].detach().contiguous()
-save_file(outputs, sys.argv[1])
-"""
 
 
 def language_model(tno_type, causal, **fields):
@@ -52,20 +36,6 @@ def assert_same(loaded, model):
     state, other = loaded.state_dict(), model.state_dict()
     assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
     assert relative_error(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0]) < UNALIGNED
-
-
-def test_fresh_process(tmp_path):
-    """With an operator from outside the package, too."""
-    models = [language_model(*variant) for variant in [*VARIANTS, (gaussian_operator.NAME, True)]]
-    models += [perturbed_model(head, "rtf", True) for head in (TnnModel, TnnForSequenceClassification)]
-    arguments, result = [], tmp_path / "outputs.safetensors"
-    for index, model in enumerate(models):
-        model.save_pretrained(tmp_path / str(index))
-        arguments.append(f"{AUTO[type(model)].__name__}={tmp_path / str(index)}")
-    processes.run([sys.executable, "-c", LOADER, result, *arguments], check=True)
-    actual = load_file(result)
-    for index, model in enumerate(models):
-        assert relative_error(actual[str(tmp_path / str(index))], model(INPUT_IDS)[0]) < UNALIGNED, index
 
 
 @pytest.mark.parametrize("variant", VARIANTS[::4] + slow(*zip(VARIANTS[1::4] + VARIANTS[2::4] + VARIANTS[3::4])))

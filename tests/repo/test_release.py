@@ -27,14 +27,6 @@ def test_links_of_the_readme():
     assert {Path(path).suffix for path in paths if path.startswith("/raw/")} == {".png"}
 
 
-def test_links_out_of_a_folder():
-    """Those within it, to nowhere, to the web and to a section stay."""
-    for text in ("[a](docs/index.md)", "[a](nowhere.md) [b](https://x.org) [c](#d)"):
-        assert LINKS["absolute_links"](text, ROOT, REPOSITORY, ROOT / "docs") == text
-    changed = LINKS["absolute_links"]("[a](README.md#install)", ROOT, REPOSITORY, ROOT / "docs")
-    assert changed == f"[a]({REPOSITORY}/blob/main/README.md#install)"
-
-
 def test_a_release_has_one_version(monkeypatch):
     check = RELEASE["check_version"]
     monkeypatch.setitem(check.__globals__, "archives", list)

@@ -75,11 +75,6 @@ def test_the_docstring_has_all_fields():
     assert described == [*(name for name in TnnConfig.__annotations__ if name not in token_ids), "ValueError"]
 
 
-def test_derived_defaults():
-    config = TnnConfig(hidden_size=48, max_position_embeddings=100, gtu_expansion=1.5)
-    assert (config.intermediate_size, config.gtu_dim, config.fd_resolution) == (48, 72, 256)
-
-
 HYENA, S4 = {"toeplitz_mixer": "hyena"}, {"toeplitz_mixer": "s4"}
 FULL, SLIDING = ({"layer_types": ["toeplitz", kind]} for kind in ("full_attention", "sliding_attention"))
 SKI = {"tno_type": "ski", "causal": False}

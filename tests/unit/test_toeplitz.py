@@ -78,16 +78,6 @@ def test_lags_that_are_missing_are_zero_and_lags_beyond_the_sequence_unused(way)
     assert torch.equal(lags[:, 2:9], random(3, 7)) and not lags[:, [0, 1, 9, 10]].any()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_to_compute(way):
-    """No sequence or no channel: an empty result, whose gradients are zero."""
-    for batch, channels in ((0, 3), (2, 0)):
-        inputs = [random(batch, 5, channels), random(channels, 9), random(batch, 5, channels)]
-        y = toeplitz_matmul(*inputs[:2], way, Gate(inputs[2], silu))
-        assert y.shape == (batch, 5, channels)
-        assert all(not g.any() for g in torch.autograd.grad(y.sum(), inputs))
-
-
 def test_an_activation_with_parameters_learns():
     gradients = []
     for way in WAYS:
