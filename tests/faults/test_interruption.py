@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers import processes
 from helpers.scripts import assert_same_weights, figures, pretrain_options, program, read, run_script, tree, wait_until
 from tnn_programs.cli.atomic import LOCK, claim, clean, new_files, new_folder
-from tnn_programs.cli.runs import checkpoints
+from tnn_programs.cli.runs import checkpoints, remove_others
 
 STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
 

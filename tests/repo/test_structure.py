@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
