@@ -1,15 +1,15 @@
 """Presets: configurations by name, those of the papers and small ones.
 
-They are the folders of `configuration/`, which an installed package contains.
+They are the folders of `configuration/`, which an installed package contains. Programs execute this file without its
+package to find them, before PyTorch and transformers are imported.
 """
 
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
-
-from .configuration_tnn import TnnConfig
+if TYPE_CHECKING:
+    from .configuration_tnn import TnnConfig
 
 
 def configuration_folder() -> Path:
@@ -30,7 +30,7 @@ def list_presets() -> list[str]:
     return list(preset_folders())
 
 
-def load_preset(name: str, **fields: Any) -> TnnConfig:
+def load_preset(name: str, **fields: Any) -> "TnnConfig":
     """The configuration of a preset.
 
     Args:
@@ -40,6 +40,10 @@ def load_preset(name: str, **fields: Any) -> TnnConfig:
     Raises:
         ValueError: the preset is unknown or belongs to another model, or a field has a value outside its limits.
     """
+    from transformers import PreTrainedConfig
+
+    from .configuration_tnn import TnnConfig
+
     folders = preset_folders()
     found = [folder for key, folder in folders.items() if name in (key, folder.name)]
     if not found:

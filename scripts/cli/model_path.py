@@ -11,12 +11,13 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import TYPE_CHECKING
 
 from tnn_programs.cli.errors import NOTICES, UserError
@@ -38,18 +39,15 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else "."
 
 
-def configuration_folder() -> Path:
-    """The folder with presets and recipes, as `modeling_tnn.presets` finds it."""
-    package = Path(find_spec("modeling_tnn").origin).resolve().parent
-    installed = package / "configuration"
-    return installed if installed.is_dir() else package.parent / "configuration"
+# Not by an import: that of its package takes seconds.
+PRESETS = run_path(Path(find_spec("modeling_tnn").origin).with_name("presets.py"))
+configuration_folder: Callable[[], Path] = PRESETS["configuration_folder"]
 
 
 def preset_folders() -> dict[str, Path]:
     """The folder of each preset by its names: `lra/tnn-listops`, and its last part alone."""
-    folder = configuration_folder()
-    found = [file.parent for file in sorted(folder.glob("**/config.json"))]
-    return {path.name: path for path in found} | {path.relative_to(folder).as_posix(): path for path in found}
+    folders = PRESETS["preset_folders"]()
+    return {folder.name: folder for folder in folders.values()} | folders
 
 
 def recipe_files() -> dict[str, Path]:
