@@ -13,6 +13,7 @@ from tnn_programs.cli.errors import importing, report_errors
 from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.model_path import nearest
 from tnn_programs.cli.parser import option, parse_arguments
+from tnn_programs.cli.serving_arguments import PageArguments
 from tnn_programs.cli.training_arguments import PretrainArguments
 
 OPERATORS = NAMES["modeling_tnn.configuration_tnn.DIRECTIONS"]
@@ -60,7 +61,13 @@ def main():
     (args,) = parse_arguments([DemoArguments], __doc__)
     with importing("demo"):
         from tnn_programs.training.demo import start
+    if args.serve:
+        from tnn_programs.serving import page
+
+        page.import_gradio()  # without it, the demo ends before it trains
     start(args)
+    if args.serve:
+        page.serve(PageArguments(args.output_dir))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class GlueArguments(GroupArguments):
 @report_errors
 def main():
     # Other defaults than Trainer's: a rate that follows from the model, and a loss in the bar.
-    start(GlueArguments, __doc__, "finetune_glue", learning_rate=None, logging_steps=10)
+    start(GlueArguments, __doc__, "finetune_glue", "scipy", "sklearn", learning_rate=None, logging_steps=10)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,16 @@ NAMES: dict[str, list[str]] = DECLARED["names"]
 TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
-def start(options: type, description: str, program: str, **defaults):
+def start(options: type, description: str, program: str, *needed: str, **defaults):
     """Read the command line of a program that trains, and call `run` of its module in `training`.
 
     Args:
         options: a dataclass.
+        needed: see `importing`.
         defaults: see `training_options`.
     """
     args, given = parse_arguments([options, training_options(**defaults)], description)
-    with importing("training"):
+    with importing("training", *needed):
         training = trainer_arguments(given)
         run = import_module(f"tnn_programs.training.{program}").run
     run(args, training)

@@ -14,6 +14,7 @@ import threading
 from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from signal import SIGINT
 
 from tnn_programs.cli.threads import limit_threads
@@ -67,13 +68,14 @@ sys.excepthook = end_quietly
 
 
 @contextmanager
-def importing(extra: str | None = None) -> Iterator[None]:
+def importing(extra: str | None = None, *needed: str) -> Iterator[None]:
     """Import what a program computes with, after its command line is read. Ctrl-C ends the process at once.
 
     Libraries that are interrupted while they are imported raise any error, or write tracebacks.
 
     Args:
         extra: the extra of the package that brings what the program needs besides PyTorch and transformers.
+        needed: packages of it that would be imported late; whether they are installed is asked first.
 
     Raises:
         ImportError: a package is not installed; the message says how to install it.
@@ -87,6 +89,9 @@ def importing(extra: str | None = None) -> Iterator[None]:
     if replaced:
         signal.signal(SIGINT, lambda *_: os._exit(128 + SIGINT))
     try:
+        for package in needed:
+            if find_spec(package) is None:
+                raise ModuleNotFoundError(name=package)
         yield
     except ModuleNotFoundError as error:
         if extra is None:

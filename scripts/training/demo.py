@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.commands import next_steps
 from tnn_programs.cli.parser import load_config
-from tnn_programs.serving.page import PageArguments, import_gradio, serve
 from tnn_programs.training import pretrain
 
 logger = logging.getLogger("demo")
@@ -25,12 +24,10 @@ def continuation(args, use_cache: bool) -> str:
 
 
 def start(args):
-    """Train, save, load and sample, and serve the model with `--serve`. What could not be served is refused first."""
+    """Train, save, load and sample."""
     model_type = load_config(args.config_name).model_type
     if model_type != "tnn":
         raise ValueError(f"--config_name must be a TNN, got {args.config_name} of {model_type}")
-    if args.serve:
-        import_gradio()
     metrics = pretrain.run(args.pretraining())
     unstable = metrics["unstable_layers"]
     text = continuation(args, use_cache=not unstable)
@@ -38,5 +35,3 @@ def start(args):
     write_json(file, read_json(file) | {"text": text})
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
     logger.info("%s", next_steps(args.output_dir, "causal", unstable))
-    if args.serve:
-        serve(PageArguments(args.output_dir))

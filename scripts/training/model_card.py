@@ -99,7 +99,8 @@ def load(folder: Path) -> PreTrainedModel:
     """The model in `folder`, by the class that it was saved with; ValueError if it holds no complete one of ours."""
     check_model_path(folder, "folder")
     config = model_path.load(AutoConfig, folder)
-    name = (config.architectures or ["TnnModel"])[0]
+    heads = config.architectures or ["TnnModel"]
+    name = str(heads[0] if isinstance(heads, list) else heads)
     if config.model_type != "tnn" or name not in PIPELINES:
         found = f"{config.model_type} {name} in {folder}"
         raise ValueError(f"The model must be a {' or '.join(PIPELINES)}, got {found}")

@@ -159,6 +159,14 @@ def test_without_extras(tmp_path):
         assert error.endswith(f': pip install "modeling-tnn[{extra}]"')
 
 
+def test_a_package_that_would_be_imported_late(monkeypatch):
+    """Is named before anything slow is imported."""
+    monkeypatch.setattr(sys, "argv", ["tnn finetune-glue"])
+    wanted = r'^tnn finetune-glue needs no_such_package: pip install "modeling-tnn\[training\]"$'
+    with pytest.raises(ImportError, match=wanted), importing("training", "sys", "no_such_package"):
+        pytest.fail("it began")
+
+
 @pytest.mark.slow
 def test_the_demo_needs_no_server():
     processes.run([sys.executable, "-c", WITHOUT_SERVER], check=True)

@@ -161,7 +161,7 @@ def test_what_does_not_start(monkeypatch, tmp_path):
 
 def test_the_demo_and_its_page(folder, monkeypatch):
     """It is trained first, unless there is a model already."""
-    done, page, figures = [], "tnn_programs.training.demo", {"unstable_layers": []}
+    done, page, figures = [], "tnn_programs.serving.page", {"unstable_layers": []}
     monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
     monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))
     refused = run("demo.py", "--serve", "--output_dir", folder, check=False)
