@@ -1,6 +1,6 @@
 """Measure what only the pages on papers and results show, and write JSON, a table and a picture.
 
-Times are measured as by `tnn benchmark`, which has the benchmarks that are of use to others.
+Times are measured as by `tnn benchmark`, which compares trained models.
 
 Example:
     python docs/research/benchmark.py training --lengths 512 2048 --output_file training.json --plot training.png
@@ -14,6 +14,7 @@ Example:
     python docs/research/benchmark.py products --ways rpe fd ski --bidirectional --decay 1 --lengths 2048 8192
     python docs/research/benchmark.py decoding --contexts 512 16384
     python docs/research/benchmark.py serving --hidden_size 256
+    python docs/research/benchmark.py gpu --output_dir outputs/gpu
 """
 
 import argparse
@@ -51,6 +52,7 @@ WAYS = {
     "products": ["released", *(f"{name}{twin}" for name in DIRECTIONS for twin in ("", " eager"))],
     "decoding": [*FIELDS, *DOTS],
     "serving": list(FIELDS),
+    "gpu": ["losses", "steps", "decoding", "products"],
 }  # fmt: skip
 DEFAULTS = {
     "training": ["released", "eager", "fused", "gpt2", "llama", "matmul"],
@@ -62,6 +64,7 @@ DEFAULTS = {
     "products": ["released", "rpe", "rpe eager"],
     "decoding": ["rpe-no-decay", "matmul", "vecdot"],
     "serving": ["rpe", "fd", "rtf", "modal"],
+    "gpu": WAYS["gpu"],
 }
 # The options of each suite with their defaults.
 SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -82,6 +85,8 @@ OPTIONS = {
     # `alone` of the `requests` are written by `generate` too; `prompts` have so many tokens, least and most.
     "serving": {"models": [], **SIZES, "num_hidden_layers": 6, "vocab_size": 10000, "requests": 32, "alone": 4,
                 "prompts": [16, 64], "new_tokens": 128},
+    # With `quick`, tiny sizes, in less than a minute on a CPU. No row begins after so many `minutes`.
+    "gpu": {"parts": [], "output_dir": Path("outputs/gpu"), "quick": False, "minutes": 9.5},
 }  # fmt: skip
 
 
@@ -90,7 +95,9 @@ def parse_arguments() -> argparse.Namespace:
     suites = parser.add_subparsers(dest="suite", required=True)
     for name, options in OPTIONS.items():
         suite = suites.add_parser(name)
-        suite.add_argument("--repeats", type=int, default=3, help="Number of rounds; results are medians.")
+        suite.add_argument(
+            "--repeats", type=int, default=10 if name == "gpu" else 3, help="Number of rounds; results are medians."
+        )
         suite.add_argument("--device")
         suite.add_argument("--threads", type=int, default=1, help="CPU threads; with 1, CPU time is measured.")
         suite.add_argument("--output_file", type=Path)

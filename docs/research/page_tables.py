@@ -11,8 +11,8 @@ A page has a table between `<!-- table NAME -->` and `<!-- end -->`. The file do
 A value in a row is a number, a text, a list (one value for each seed, or for each part of the cell), or a selection of
 another table, {"from": NAME, "where": {KEY: VALUE or [VALUES]}, "value": KEY}. A table of which README shows a part is
 a file with "from", "where" and columns of its own instead of rows. What a program wrote stands in a folder below
-`figures/` ("from": "h100/gpu"), as it was or with the rows that the tables need. The parts of `tnn benchmark gpu`
-are rows with the key "part".
+`figures/` ("from": "h100/gpu"), as it was or with the rows that the tables need. The parts of the
+benchmark `gpu` are rows with the key "part".
 
 Formats are those of Python, with one or two words before them: "bits" turns perplexity into bits per byte, "mean"
 and "max" take the mean and the largest value of a list, "range" adds its smallest and largest value to the mean.

@@ -155,10 +155,7 @@ def command_line_page() -> str:
         code = "\n".join(line.removeprefix("    ") for line in parser.example.splitlines()[1:])
         more = f"Guide: [{GUIDES[command][0]}]({GUIDES[command][1]})." if command in GUIDES else parser.rest
         parts += [f"## tnn {command}\n", f"{parser.summary}\n", f"```bash\n{code}\n```\n", f"{more}\n" if more else ""]
-        parts += [
-            _shared(command, users),
-            _suites(parser) if parser.subcommands() else _own(parser, shared, told, command),
-        ]
+        parts += [_shared(command, users), _own(parser, shared, told, command)]
     return "\n".join(part for part in parts if part)
 
 
@@ -167,11 +164,10 @@ def _commands() -> list[list[str]]:
 
 
 def _options(parser: ProgramParser) -> Iterator[argparse.Action]:
-    """Those of the program: no help, no subcommands, no negation, and not the rest of TrainingArguments."""
+    """Those of the program: no help, no negation, and not the rest of TrainingArguments."""
     for group in parser._action_groups:
         for action in group._group_actions if group.title != OF_TRAINER else ():
-            left_out = isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
-            if not left_out and action.option_strings[:1] != [f"--no_{action.dest}"]:
+            if not isinstance(action, argparse._HelpAction) and action.option_strings[:1] != [f"--no_{action.dest}"]:
                 yield action
 
 
@@ -237,24 +233,6 @@ def _own(parser: ProgramParser, shared: set[str], told: dict[tuple, str], comman
             before[first].append(named)
     lines = [f"As in [`tnn {first}`](#tnn-{first}): {', '.join(names)}.\n" for first, names in before.items()]
     return "\n".join([*lines, _table(rows)] if rows else lines)
-
-
-def _suites(parser: ProgramParser) -> str:
-    """The suites of a benchmark: what the options mean, then what each measures, with its options and defaults."""
-    lines, meanings, suites = [], defaultdict(list), parser.subcommands()
-    for suite in suites.values():
-        for action in _options(suite):
-            meanings[_name(action)].append(action.help)
-    everywhere = [name for name, texts in meanings.items() if len(texts) == len(suites)]
-    for command, suite in suites.items():
-        listed = [
-            _named(_name(action), _default(action)) for action in _options(suite) if _name(action) not in everywhere
-        ]
-        summary = suite.summary.removesuffix(".")
-        lines.append(f"- `{command}`: {summary}. {', '.join(listed)}.")
-    rows = [[f"`--{name}`", max(texts, key=texts.count)] for name, texts in meanings.items()]
-    first = f"Every suite has {', '.join(f'`--{name}`' for name in everywhere)}. The others, with their defaults:\n"
-    return "\n".join([first, *lines, "", _table(rows)])
 
 
 def _name(action: argparse.Action) -> str:

@@ -1,6 +1,5 @@
 """Measurements of the benchmarks: all variants interleaved in one process, ratios as medians of per-round ratios."""
 
-import gc
 import platform
 import statistics
 import time
@@ -11,8 +10,6 @@ from types import ModuleType
 
 import torch
 import transformers
-from torch.autograd import DeviceType
-from transformers.generation.streamers import BaseStreamer
 
 from tnn_programs.cli.model_path import check_device
 from tnn_programs.cli.tables import markdown_table
@@ -51,71 +48,10 @@ def ratio(above: list[float], below: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
-    """The additional peak memory of `run` on a GPU; none on a CPU."""
-    if not args.device.startswith("cuda"):
-        return {}
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return {"peak_mebibytes": (torch.cuda.max_memory_allocated() - before) / 2**20}
-
-
-def kernels_on_device(run: Callable[[], None], args) -> dict[str, int]:
-    """The number of kernels that `run` launches on a GPU, one by one or in a CUDA graph."""
-    if not args.device.startswith("cuda"):
-        return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    events = (event for event in profile.events() if event.device_type == DeviceType.CUDA)
-    return {"kernels": sum(not (e.is_user_annotation or e.name.startswith(("Memcpy", "Memset"))) for e in events)}
-
-
 def autocast(args, enabled: bool = True) -> AbstractContextManager:
     """Autocast in bfloat16 where the device has it: the meta device, on which tests build all, has not."""
     kind = torch.device(args.device).type
     return torch.autocast(kind, torch.bfloat16, enabled) if torch.amp.is_autocast_available(kind) else nullcontext()
-
-
-def timed(make: Callable[[], Callable[[], object]], args, warm_up: int = 3) -> dict:
-    """The milliseconds of what `make` returns, and on a GPU its kernels and peak memory; its error if it fails.
-
-    Compilers compile in the first of the calls for warm-up, CUDA graphs are recorded in the next ones.
-    """
-    torch._dynamo.reset()
-    if args.device.startswith("cuda"):
-        gc.collect()
-        torch.cuda.empty_cache()
-    try:
-        run = make()
-        for _ in range(warm_up):
-            run()
-        milliseconds = 1000 * statistics.median(measure({"": run}, args)[""])
-        return {"milliseconds": milliseconds} | kernels_on_device(run, args) | peak_on_device(run, args)
-    except Exception as error:  # a row of the table; the other ways go on
-        return {"error": noted(error)}
-
-
-def noted(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-class Stopwatch(BaseStreamer):
-    """The times at which a text was submitted and got its tokens."""
-
-    def __init__(self, args):
-        self.args, self.times = args, []
-
-    def put(self, value: torch.Tensor):
-        """Take note of the time: of the prompt, or of a token."""
-        self.times.append(clock(self.args))
-
-    def end(self):
-        """Nothing is left to do."""
 
 
 def markdown(rows: list[dict], formats: dict[str, str]) -> str:

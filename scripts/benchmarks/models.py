@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from modeling_tnn.cache_tnn import CACHE, bytes_per_sequence
+from modeling_tnn.kernels.loss import linear_cross_entropy
 from tnn_programs.benchmarks.measure import autocast, markdown, measure, ratio
-from tnn_programs.benchmarks.peers import training_loss
 from tnn_programs.cli.model_path import check_model_path, load
 
 TURN, TURNS = 32, 4
@@ -58,6 +58,13 @@ def training_step(model: PreTrainedModel, batch: int, args) -> Callable[[], None
         model.zero_grad()
 
     return run
+
+
+def training_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The mean loss on ids `(B, L)`, for every model by the same function, without the logits of the whole batch."""
+    hidden, head = model.base_model(ids).last_hidden_state, model.get_output_embeddings()
+    labels = ids[:, 1:].flatten()
+    return linear_cross_entropy(hidden[:, :-1].flatten(0, 1), head.weight, head.bias, labels) / labels.numel()
 
 
 class Decoder:

@@ -1,4 +1,4 @@
-"""The benchmarks of `tnn benchmark`: every figure is of what its row names; the measurement of a GPU, on the CPU."""
+"""The figures of `tnn benchmark` are of what their rows name."""
 
 import json
 
@@ -10,7 +10,6 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import run, table_rows
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.cache_tnn import memory_per_sequence
-from tnn_programs.benchmarks import gpu, gpu_models
 
 SIZES = {"vocab_size": 99, "hidden_size": 16}
 LLAMA = LlamaConfig(
@@ -57,34 +56,3 @@ def test_models(folders, measure):
         assert states[folders[1], context] == context * 2 * 4 * 2 * 4 * 3
         # 4 heads of 8 with 8 states, and a convolution of 4 over 32 + 2 x 8 channels, in 2 layers
         assert states[folders[2], context] == (4 * 8 * 8 + 4 * 48) * 4 * 2
-
-
-@pytest.fixture
-def measure_gpu(tmp_path):
-    def measure_gpu(*options) -> tuple[list[dict], str]:
-        """The parts in the file, and the tables that are shown."""
-        given = ["--device", "cpu", "--quick", "--repeats", 1, "--output_dir", tmp_path, *options]
-        shown = run("benchmark", "gpu", *given).stdout
-        return json.loads((tmp_path / "gpu.json").read_text())["parts"], shown
-
-    return measure_gpu
-
-
-@pytest.mark.slow
-def test_every_part_runs(measure_gpu, tmp_path):
-    parts, shown = measure_gpu()
-    rows = {part["part"]: part["rows"] for part in parts}
-    assert list(rows) == list(gpu.PARTS) and all(rows.values()) and not any(part["error"] for part in parts)
-    # Errors are of what cannot run here; none is measured under another one's name.
-    failures = {row["way"].split(",")[0] for part in rows.values() for row in part if "error" in row}
-    assert failures <= {"triton", "PyTorch's linear_cross_entropy"}
-    assert all(row["ms_per_token"] > 0 for row in rows["decoding"])
-    page = (tmp_path / "gpu.md").read_text()
-    assert page.splitlines()[2] == gpu.NOT_A_GPU and table_rows(page) == table_rows(shown)
-
-
-def test_what_fails_says_so_and_the_others_go_on(measure_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_models, "step", lambda *given: 1 / 0)
-    (steps,), _ = measure_gpu("--parts", "steps")
-    assert {row["error"] for row in steps["rows"]} == {"ZeroDivisionError: division by zero"}
-    assert len(steps["rows"]) > 3

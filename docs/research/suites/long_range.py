@@ -10,6 +10,7 @@ import statistics
 from functools import partial
 
 import torch
+from suites.device import peak_on_device
 from suites.memory import saved_bytes
 from transformers import (
     AutoModelForSequenceClassification,
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 from modeling_tnn.configuration_tnn import TnnConfig
-from tnn_programs.benchmarks.measure import measure, peak_on_device, ratio
+from tnn_programs.benchmarks.measure import measure, ratio
 from tnn_programs.cli.parser import load_config, parse_overrides
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.training.peers import modernbert_like

@@ -10,11 +10,12 @@ from functools import partial
 from statistics import median
 
 import torch
+from suites.device import peak_on_device
 
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
-from tnn_programs.benchmarks.measure import markdown, measure, peak_on_device, ratio
+from tnn_programs.benchmarks.measure import markdown, measure, ratio
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "released_over_this": ".2f", "rpe_over_this": ".2f"}
 FORMATS |= {"tokens_per_second": ".0f", "peak_mebibytes": ".0f"}

@@ -11,14 +11,14 @@ from functools import partial
 from statistics import median, quantiles
 
 import torch
-from suites.peers import FIELDS
+from suites.device import Stopwatch
+from suites.peers import FIELDS, sizes
 
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.modeling_tnn import TnnForCausalLM
 from modeling_tnn.serving.rows import bytes_of_text
 from modeling_tnn.serving.scheduler import BatchScheduler
-from tnn_programs.benchmarks.measure import Stopwatch, clock, markdown, ratio
-from tnn_programs.benchmarks.peers import sizes
+from tnn_programs.benchmarks.measure import clock, markdown, ratio
 
 FORMATS = {"model": "", "arrivals": "", "alone_tokens_per_second": ".0f", "tokens_per_second": ".0f"}
 FORMATS |= {"over_alone": ".2f", "first_token_ms": ".0f", "first_token_ms_p99": ".0f"}

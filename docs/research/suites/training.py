@@ -2,18 +2,19 @@
 
 The name of an operator is a TNN with it; `fused` and `eager` have `rpe`. `hybrid` has attention in every fourth layer,
 from the second, `attention` in all, with rotary positions; the rest is that of a TNN. `matmul` and the words after a
-name are those of `step` in `scripts/benchmarks/gpu_models.py`.
+name are those of `step` in `gpu_models.py`.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from suites.peers import BUILDERS, build_model
+from suites import gpu_models
+from suites.device import peak_on_device
+from suites.peers import build_model
 from suites.products import rows_of
 
-from tnn_programs.benchmarks import gpu_models
-from tnn_programs.benchmarks.measure import autocast, markdown, measure, peak_on_device
+from tnn_programs.benchmarks.measure import autocast, markdown, measure
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}
@@ -42,7 +43,7 @@ def blocks_only(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
 
 def run(args) -> list[dict]:
     """One row for each length and variant. A batch has `tokens` tokens."""
-    rows, step = [], blocks_only if args.blocks_only else partial(gpu_models.step, builders=BUILDERS)
+    rows, step = [], blocks_only if args.blocks_only else gpu_models.step
     for length in args.lengths:
         ids = torch.randint(args.vocab_size, (max(1, args.tokens // length), length), device=args.device)
         ways = {way: step(way, args, ids) for way in args.ways}

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from suites.device import Stopwatch, noted, timed
+from suites.peers import build_model, plain_loss, plain_training_loss
 from torch.nn import functional
 from transformers import CompileConfig, PreTrainedModel
 
 from modeling_tnn.compile.regions import compile_regions
 from modeling_tnn.kernels.loss import linear_cross_entropy
-from tnn_programs.benchmarks.measure import Stopwatch, autocast, noted, timed
-from tnn_programs.benchmarks.peers import BUILDERS, build_model, plain_loss, plain_training_loss, training_loss
+from tnn_programs.benchmarks.measure import autocast
+from tnn_programs.benchmarks.models import training_loss
 from tnn_programs.training.passes import WARM_UP_PASSES, CudaRecorder
 
 WAYS = ("auto compiled captured", "auto compiled", "auto", "gpt2 compiled with loss captured")
@@ -51,7 +53,7 @@ def losses(args) -> Iterator[dict]:
         yield {"way": name, "tokens": args.tokens} | timed(lambda loss=LOSSES[name]: lambda: run(loss), args)
 
 
-def step(way: str, args, ids: torch.Tensor, builders: dict[str, Callable] = BUILDERS) -> Callable[[], None]:
+def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
     """One training step: forward, loss, backward.
 
     `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
@@ -64,7 +66,7 @@ def step(way: str, args, ids: torch.Tensor, builders: dict[str, Callable] = BUIL
     if name == "matmul":
         model = build_model("fused", args, 512)
         return matmul_step(linear_layers(model), ids.numel(), torch.bfloat16 if words else torch.float32)
-    model = build_model(name, args, ids.shape[1], builders)
+    model = build_model(name, args, ids.shape[1])
     if "loss" in words:
         loss_of = torch.compile(plain_training_loss, dynamic=False)
     elif "compiled" in words:

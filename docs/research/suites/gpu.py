@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from suites.device import timed
+from suites.gpu_models import decoding, losses, steps
 
 from modeling_tnn.kernels.choice import refused_by_triton
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate
-from tnn_programs.benchmarks.gpu_models import decoding, losses, steps
-from tnn_programs.benchmarks.measure import markdown, timed
+from tnn_programs.benchmarks.measure import markdown
 from tnn_programs.cli.atomic import write_json, write_text
 
 NOT_A_GPU = "**No GPU was measured.** This is a test of the program. No figure here says how fast a GPU is."
