@@ -8,7 +8,6 @@ Example:
     python scripts/benchmark.py models --model_name_or_path outputs/rpe outputs/rotary --contexts 512 14336
 """
 
-import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path

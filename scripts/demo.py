@@ -6,16 +6,21 @@ Example:
     python scripts/demo.py --serve
 """
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from tnn_programs.cli.errors import importing, report_errors
 
+from tnn_programs.cli.atomic import read_json, write_json
+from tnn_programs.cli.commands import next_steps
 from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.model_path import nearest
-from tnn_programs.cli.parser import option, parse_arguments
+from tnn_programs.cli.parser import load_config, option, parse_arguments
 from tnn_programs.cli.serving_arguments import PageArguments
 from tnn_programs.cli.training_arguments import PretrainArguments
 
+logger = logging.getLogger("demo")
 OPERATORS = NAMES["modeling_tnn.configuration_tnn.DIRECTIONS"]
 
 
@@ -56,18 +61,43 @@ class DemoArguments:
         return PretrainArguments(**given, config_overrides=overrides, torch_compile=False)
 
 
+def continuation(args: DemoArguments, use_cache: bool) -> str:
+    """The text that the saved model generates after it is loaded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    tokenizer = AutoTokenizer.from_pretrained(args.output_dir)
+    model = AutoModelForCausalLM.from_pretrained(args.output_dir)
+    set_seed(args.seed)
+    given = {"max_new_tokens": args.max_new_tokens, "do_sample": True, "top_p": 0.9, "use_cache": use_cache}
+    output = model.generate(**tokenizer(args.prompt, return_tensors="pt"), **given)
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def start(args: DemoArguments):
+    """Train, save, load and sample, and serve the model with `--serve`. What could not be served is refused first."""
+    with importing("demo"):
+        from tnn_programs.serving.page import import_gradio, serve
+        from tnn_programs.training import pretrain
+    model_type = load_config(args.config_name).model_type
+    if model_type != "tnn":
+        raise ValueError(f"--config_name must be a TNN, got {args.config_name} of {model_type}")
+    if args.serve:
+        import_gradio()
+    metrics = pretrain.run(args.pretraining())
+    unstable = metrics["unstable_layers"]
+    text = continuation(args, use_cache=not unstable)
+    file = Path(args.output_dir) / "metrics.json"
+    write_json(file, read_json(file) | {"text": text})
+    logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
+    logger.info("%s", next_steps(args.output_dir, "causal", unstable))
+    if args.serve:
+        serve(PageArguments(args.output_dir))
+
+
 @report_errors
 def main():
     (args,) = parse_arguments([DemoArguments], __doc__)
-    with importing("demo"):
-        from tnn_programs.training.demo import start
-    if args.serve:
-        from tnn_programs.serving import page
-
-        page.import_gradio()  # without it, the demo ends before it trains
     start(args)
-    if args.serve:
-        page.serve(PageArguments(args.output_dir))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from ..linear import is_plain_linear
 from ..numerics import compute_dtype, is_fused, is_on_host, is_traced
 from ..toeplitz_fused import differentiable_gradients, must_differentiate
 from .fallback import attempt, runs_on
-from .stacking import projected_dtype
 
 # Rows of a chunk on the CPU (measured). On an accelerator: rows, unless they take more bytes. The gradient of the
 # weight is read and written once for each chunk, which would take more time with fewer rows.
@@ -168,6 +167,14 @@ def linear_cross_entropy(hidden, weight, bias, labels: torch.Tensor, ignore_inde
         chosen = labels != ignore_index
         hidden, labels = hidden[chosen], labels[chosen]
     return LinearCrossEntropy.apply(hidden, weight, bias, labels, projected_dtype(hidden), ignore_index)
+
+
+def projected_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a linear map of `x` under the present autocast."""
+    kind = x.device.type
+    if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def head_loss(model, hidden_states, labels, shift_labels, ignore_index: int, num_items_in_batch):

@@ -22,6 +22,7 @@ from ..tno import Pass, ToeplitzOperator, kernel_arguments
 from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
 from ..tno_s4d import S4dOperator
+from .loss import projected_dtype
 
 # Modules of PyTorch and transformers that define activations and their containers.
 ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
@@ -67,14 +68,6 @@ def kernels_together(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -
         return ()
     with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
         return kernels_of_operators(operators, like)
-
-
-def projected_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of a linear map of `x` under the present autocast."""
-    kind = x.device.type
-    if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor) -> list:

@@ -68,7 +68,7 @@ for line in LINES:
 WITHOUT_SERVER = """
 import sys
 sys.modules |= dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client", "gradio"))
-import tnn_programs.training.demo
+import tnn_programs.serving.page, tnn_programs.training.pretrain
 """
 # Names and files that are not there, and texts in place of numbers.
 WRONG = {
