@@ -27,7 +27,8 @@ def main():
     args = parser.parse_args()
     check_model_path(args.folder, "folder")
     with importing("scripts"):
-        from tnn_programs.training.model_card import check_folder, collect, load, render
+        from tnn_programs.training.card_inputs import check_folder, collect, load
+        from tnn_programs.training.model_card import render
     check_folder(args.output_dir, args.folder)
     collect(args, load(args.folder), args.output_dir)
     write_text(args.output_dir / "README.md", render(args.output_dir))

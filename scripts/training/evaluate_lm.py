@@ -1,6 +1,5 @@
 """Measure perplexity and bits per byte of language models by the length of the rows they read."""
 
-import json
 import math
 import sys
 import time
@@ -17,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from modeling_tnn.data.text import enclosing_tokens, tokenize, with_line_break
 from modeling_tnn.recurrence import DivergenceError
-from tnn_programs.cli.atomic import claim, saving_errors, write_json, write_text
+from tnn_programs.cli.atomic import claim, read_json, saving_errors, write_json, write_text
 from tnn_programs.cli.model_path import check_device, check_vocabulary, load
 from tnn_programs.cli.parser import parse_overrides
 from tnn_programs.cli.tables import markdown_table
@@ -29,7 +28,7 @@ def trained_length(folder: str, config) -> int | None:
     """The length of the training blocks: from training_args.json beside the model, or else from its configuration."""
     arguments = Path(folder) / "training_args.json"
     if arguments.is_file():
-        blocks = json.loads(arguments.read_text(encoding="utf-8")).get("block_size")  # None: of another program
+        blocks = read_json(arguments).get("block_size")  # None: of another program
         if isinstance(blocks, int):
             return blocks
     return getattr(config, "max_position_embeddings", None)

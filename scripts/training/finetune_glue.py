@@ -51,7 +51,7 @@ from tnn_programs.training.costs import dry_run
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.processes import StopRequested
 from tnn_programs.training.publishing import open_repository, upload
-from tnn_programs.training.trainer import output_folder, save, train
+from tnn_programs.training.trainer import logits_of, output_folder, save, train
 
 if TYPE_CHECKING:
     from tnn_programs.cli.training_arguments import GroupArguments
@@ -172,11 +172,6 @@ class Task:
         references = self.classes(self.splits[self.data.validation_splits[0]]["label"])
         answer = statistics.mode(self.classes(self.splits["train"]["label"]).tolist())
         return score(self.metrics[:1], np.full_like(references, answer), references)[self.main_metric]
-
-
-def logits_of(outputs: np.ndarray | tuple) -> np.ndarray:
-    """The logits `(N, C)`, with which the outputs of a model begin."""
-    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def run_once(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Trainer, dict]:

@@ -122,7 +122,7 @@ def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> 
     return describe_run(trainer.args.to_dict(), trainer.model.config, **run)
 
 
-def check_belonging(checkpoint: Path, run: dict):
+def check_checkpoint(checkpoint: Path, run: dict):
     """Refuse a checkpoint of another run of Trainer, or with a state that is none, with a ValueError."""
     state = read_object(checkpoint / STATE)
     if wrong := [name for name in NUMBERS if not isinstance(state.get(name), int | float)]:

@@ -38,7 +38,8 @@ from modeling_tnn import __version__
 from tnn_programs.cli.atomic import write_json
 from tnn_programs.cli.card_options import build_publishing_parser
 from tnn_programs.cli.model_path import load
-from tnn_programs.training import model_card
+from tnn_programs.training import card_inputs
+from tnn_programs.training.model_card import render
 
 logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
@@ -81,7 +82,7 @@ def stage_all(args: argparse.Namespace, target: Path) -> dict[str, Path]:
     if args.cards is None:
         stage(args, target)
         return {args.repo_id: target}
-    cards = sorted(path.parent for path in args.cards.glob(f"*/{model_card.INPUTS['card']}"))
+    cards = sorted(path.parent for path in args.cards.glob(f"*/{card_inputs.INPUTS['card']}"))
     if not cards:
         raise ValueError(f"--cards must be a folder of cards, got {args.cards}")
     if missing := [card.name for card in cards if not (args.folder / card.name).is_dir()]:
@@ -92,12 +93,12 @@ def stage_all(args: argparse.Namespace, target: Path) -> dict[str, Path]:
 def stage(args: argparse.Namespace, target: Path):
     """Write all files of the repository of a model to `target`."""
     if args.card_dir is not None:
-        model_card.check_folder(args.card_dir, args.folder)
-    model = model_card.load(args.folder)
+        card_inputs.check_folder(args.card_dir, args.folder)
+    model = card_inputs.load(args.folder)
     if args.space and (name := type(model).__name__) != "TnnForCausalLM":
         raise ValueError(f"--space: {args.folder} holds a {name}: only a TnnForCausalLM has a page.")
-    model_card.collect(args, model, target)
-    (target / "README.md").write_text(model_card.render(target), encoding="utf-8")
+    card_inputs.collect(args, model, target)
+    (target / "README.md").write_text(render(target), encoding="utf-8")
     if args.card_dir is not None:
         shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
     save(model, args.folder, target, args.max_shard_size)
@@ -105,16 +106,16 @@ def stage(args: argparse.Namespace, target: Path):
 
 def stage_card(card: Path, folder: Path, target: Path, max_shard_size: str) -> tuple[str, Path]:
     """Write the model in `folder` with its finished card to `target`; the name of its repository, and `target`."""
-    model = model_card.load(folder)
-    figures = model_card.read_json(card / model_card.INPUTS["metrics"])
-    found = model_card.read_metrics(model_card.read_json(model_card.metrics_file(folder)))
+    model = card_inputs.load(folder)
+    figures = card_inputs.read_json(card / card_inputs.INPUTS["metrics"])
+    found = card_inputs.read_metrics(card_inputs.read_json(card_inputs.metrics_file(folder)))
     if found != figures:
         different = sorted(name for name in found | figures if found.get(name) != figures.get(name))
         raise ValueError(f"The model in {folder} is not that of {card}: their {', '.join(different)} differ")
     shutil.copytree(card, target)
-    settings = model_card.read_json(card / model_card.INPUTS["card"])
-    write_json(target / model_card.INPUTS["card"], settings | {"published": True})
-    (target / "README.md").write_text(model_card.render(target), encoding="utf-8")
+    settings = card_inputs.read_json(card / card_inputs.INPUTS["card"])
+    write_json(target / card_inputs.INPUTS["card"], settings | {"published": True})
+    (target / "README.md").write_text(render(target), encoding="utf-8")
     save(model, folder, target, max_shard_size)
     return settings["repo_id"], target
 

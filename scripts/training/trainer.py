@@ -29,7 +29,7 @@ from tnn_programs.training.costs import dry_run
 from tnn_programs.training.grouping_trainer import (
     GroupingTrainer,
     StopCallback,
-    check_belonging,
+    check_checkpoint,
     describe_training,
     rows_of_a_step,
 )
@@ -82,7 +82,7 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     resumed = find_checkpoint(folder, trainer.args.resume_from_checkpoint)
     run = describe_training(trainer, labels, **options)
     if resumed is not None:
-        check_belonging(resumed, run)
+        check_checkpoint(resumed, run)
     if trainer.is_world_process_zero():
         remove_others(folder, resumed)
     stop = StopRequest()
@@ -131,10 +131,14 @@ def classifier_run(args: ClassifierArguments, training: TrainingArguments) -> It
         sys.exit(status)
 
 
+def logits_of(outputs: np.ndarray | tuple) -> np.ndarray:
+    """The logits `(N, C)`, with which the outputs of a model begin."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """The fraction of rows whose class has the largest logit."""
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
+    return {"accuracy": float((logits_of(prediction.predictions).argmax(-1) == prediction.label_ids).mean())}
 
 
 def train_classifier(

@@ -17,7 +17,7 @@ from helpers.scripts import SENTENCES, read, run_script, table_rows, write_text
 from modeling_tnn import TnnForMaskedLM
 from modeling_tnn.data.text import tokenize, train_tokenizer
 from tnn_programs.training import evaluate_lm, scoring
-from tnn_programs.training.model_card import read_evaluation
+from tnn_programs.training.card_inputs import read_evaluation
 from tnn_programs.training.scoring import bytes_until, hidden_tokens, score_masked
 
 ENCLOSING, MASK = ([0], [2]), 4

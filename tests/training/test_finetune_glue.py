@@ -22,8 +22,8 @@ from modeling_tnn import TnnConfig
 from modeling_tnn.data.dna import dna_tokenizer
 from tnn_programs.data.glue import load_files, load_set, load_task, metrics_of, score
 from tnn_programs.training import finetune_glue
+from tnn_programs.training.card_inputs import read_metrics
 from tnn_programs.training.finetune_glue import Task, check_metric
-from tnn_programs.training.model_card import read_metrics
 from tnn_programs.training.processes import StopRequested
 
 load = AutoModelForSequenceClassification.from_pretrained

@@ -17,8 +17,9 @@ from modeling_tnn import (
     TnnForTimeSeriesPrediction,
 )
 from tnn_programs.cli.card_options import build_publishing_parser
-from tnn_programs.training import model_card
-from tnn_programs.training.model_card import INPUTS, TEMPLATE, collect, render
+from tnn_programs.training import card_inputs
+from tnn_programs.training.card_inputs import INPUTS, collect
+from tnn_programs.training.model_card import TEMPLATE, render
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 
@@ -72,7 +73,7 @@ def test_what_was_not_measured_is_left_out(card):
         bare = card(model, published=head is TnnForMaskedLM)
         for heading in ("## Training", "## Results", "## Longer texts", "## What the layers", "## Conversion"):
             assert heading not in bare
-        assert ModelCard(bare).data.pipeline_tag == model_card.PIPELINES[head.__name__]
+        assert ModelCard(bare).data.pipeline_tag == card_inputs.PIPELINES[head.__name__]
         assert ("is not on the Hub yet" in bare) == (head is not TnnForMaskedLM)
 
 
@@ -105,7 +106,7 @@ def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
     assert "Data: the King James Bible." in found.text and found.data.datasets is None
     assert found.data.language == "en" and found.data.license is None
     of_files = {"task_name": None, "dataset_name": None, "train_file": "news.csv"}
-    assert model_card.language_of(of_files) is None and model_card.language_of({"task_name": "sst2"}) == "en"
+    assert card_inputs.language_of(of_files) is None and card_inputs.language_of({"task_name": "sst2"}) == "en"
     assert found.data.eval_results[0].dataset_name == "the King James Bible"
 
 
@@ -125,7 +126,7 @@ def test_perplexity_by_length(card, tmp_path):
 
 def test_the_state_is_that_of_decoding():
     """Not that of a prompt, whose end `crop` may need: the state of a rational function is the same after any."""
-    short, long = model_card.decoding_state(seeded(TnnForCausalLM, tiny_config(tno_type="rtf")), 64)
+    short, long = card_inputs.decoding_state(seeded(TnnForCausalLM, tiny_config(tno_type="rtf")), 64)
     assert short["mebibytes"] == long["mebibytes"] > 0
 
 

@@ -31,7 +31,8 @@ from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
 from tnn_programs.cli.runs import checkpoints
 from tnn_programs.training import accelerate_loop
-from tnn_programs.training.accelerate_loop import Pretraining, StepReports
+from tnn_programs.training.accelerate_loop import Pretraining
+from tnn_programs.training.step_reports import StepReports
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU
