@@ -20,7 +20,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -79,7 +79,6 @@ class FixedState(DecodingState):
     """A state in tensors whose shapes and addresses stay the same from token to token."""
 
     is_ready: bool = False  # whether `prepare` has been called for the next token
-    before: tuple | None = None  # length and counters without that token
     cursor: torch.Tensor | None = None  # see above
     constants: tuple[torch.Tensor, ...] | None = None  # what a step reads of the operator, in their places
     computed: tuple[torch.Tensor, ...] | None = None  # the tensors that `constants` were copied from
@@ -107,11 +106,9 @@ class FixedState(DecodingState):
             self.computed, self.constants = computed, tuple(constants)
         self.history.freeze_capacity(max_cache_len)
         self._pin(places)
-        position = self.counters.position
-        self.before = self.length, self.counters
-        self.length, self.counters = self.length + 1, replace(self.counters, position=position + 1)
         self.is_ready = True
-        return self.history.next_slot(), position
+        self.length, self.counters.position = self.length + 1, self.counters.position + 1
+        return self.history.next_slot(), self.counters.position - 1
 
     def decode(self, operator, v: torch.Tensor, gate: Gate = NO_GATE) -> torch.Tensor:
         """As for `DecodingState`. A compiled step of one token after `prepare` has a fixed shape."""
@@ -127,9 +124,9 @@ class FixedState(DecodingState):
     def retract(self):
         """Take back the count of a token that `prepare` has counted and no step has used."""
         if self.is_ready:
-            self.history.release_slot()
-            self.length, self.counters = self.before
             self.is_ready = False
+            self.history.release_slot()
+            self.length, self.counters.position = self.length - 1, self.counters.position - 1
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
         """As for `DecodingState`."""
