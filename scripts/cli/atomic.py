@@ -9,8 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,12 +41,9 @@ class SavingError(UserError):
 
 @contextmanager
 def claim(folder: Path, main: bool = True) -> Iterator[Path]:
-    """Lock `folder` for this process until the block or the process ends. The folder is made and cleaned.
+    """Make, lock and clean `folder` for this process until the block or the process ends; ValueError if it cannot.
 
     The main process of a run locks the folder for all its processes.
-
-    Raises:
-        ValueError: the folder cannot be written to, or another process has locked it.
     """
     if not main:
         yield folder
@@ -71,49 +68,33 @@ def claim(folder: Path, main: bool = True) -> Iterator[Path]:
             folder.rmdir()
 
 
-@contextmanager
-def new_folder(target: Path, accelerator: "Accelerator | None" = None) -> Iterator[Path]:
-    """A hidden folder to write to. When the block ends, it replaces the folder `target`.
+def new_folder(target: Path, accelerator: "Accelerator | None" = None) -> AbstractContextManager[Path]:
+    """A hidden folder to write to. When the block ends, it replaces the folder `target`; see `_written`."""
 
-    With an accelerator, all its processes write and the main one renames.
+    def publish(folder: Path):
+        old = target.with_name(f".{target.name}{OLD}")
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+        _flush(target.parent)
+        _leave_behind(old, target)
 
-    Raises:
-        SavingError: the block or the renaming failed. The hidden folder is removed.
-    """
-    with _written(partial(target), target, accelerator) as folder:
-        yield folder
-        if _is_ready(folder, accelerator):
-            old = target.with_name(f".{target.name}{OLD}")
-            if target.exists():
-                target.rename(old)
-            folder.rename(target)
-            _flush(target.parent)
-            _leave_behind(old, target)
+    return _written(partial(target), target, accelerator, publish)
 
 
-@contextmanager
-def new_files(target: Path, accelerator: "Accelerator | None" = None) -> Iterator[Path]:
-    """A hidden folder to write a model to. When the block ends, its files move to the folder `target`.
+def new_files(target: Path, accelerator: "Accelerator | None" = None) -> AbstractContextManager[Path]:
+    """A hidden folder to write a model to. When the block ends, its files move to `target`; see `_written`."""
 
-    With an accelerator, all its processes write and the main one moves.
+    def publish(folder: Path):
+        _move_files(target)  # of a process that was killed before
+        folder.rename(target / READY)
+        _move_files(target)
 
-    Raises:
-        SavingError: as for `new_folder`.
-    """
-    with _written(target / NEW, target, accelerator) as folder:
-        yield folder
-        if _is_ready(folder, accelerator):
-            _move_files(target)  # of a process that was killed before
-            folder.rename(target / READY)
-            _move_files(target)
+    return _written(target / NEW, target, accelerator, publish)
 
 
 def check_writable(file: Path):
-    """Check that a file can be written, before its contents are computed.
-
-    Raises:
-        ValueError: its folder cannot be made or written to.
-    """
+    """Check that a file can be written, before its contents are computed."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
@@ -130,22 +111,14 @@ def check_overwriting(folder: Path, overwrite: bool, source: str | Path | None =
     Args:
         overwrite: whether `--overwrite_output_dir` was given.
         source: the folder or file of the model that the run reads. It is never replaced.
-
-    Raises:
-        ValueError: the folder holds the source or a model.
     """
     read = None if source is None else Path(source).resolve()
     if read is not None and (read == folder.resolve() or read in (path.resolve() for path in folder.glob(WEIGHTS))):
         raise ValueError(f"The output folder must not hold the model that is read, {source}, got {folder}")
-    if not overwrite and holds_model(folder):
+    if not overwrite and ((folder / CONFIG).is_file() or any(folder.glob(WEIGHTS))):
         raise ValueError(
             f"The output folder {folder} holds a model. Give --overwrite_output_dir to replace it, or another folder."
         )
-
-
-def holds_model(folder: Path) -> bool:
-    """Whether the folder holds a model that a run would replace."""
-    return (folder / CONFIG).is_file() or any(folder.glob(WEIGHTS))
 
 
 def partial(target: Path) -> Path:
@@ -173,11 +146,7 @@ def write_json(path: Path, values: dict | list):
 
 
 def write_text(path: Path, text: str):
-    """Write a text file. It is complete or absent.
-
-    Raises:
-        SavingError: it could not be written.
-    """
+    """Write a text file. It is complete or absent; after a SavingError as before."""
     with saving_errors(path, partial(path)):
         partial(path).write_text(text, encoding="utf-8")
         _flush(partial(path))
@@ -186,11 +155,7 @@ def write_text(path: Path, text: str):
 
 @contextmanager
 def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None]:
-    """Turn all errors of libraries about a full or missing disk into one, and remove `unfinished`.
-
-    Raises:
-        SavingError: the block raised such an error.
-    """
+    """Turn all errors of libraries about a full or missing disk into a SavingError, and remove `unfinished`."""
     try:
         yield
     except Exception as error:  # that of tokenizers is of no other type
@@ -208,29 +173,28 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
 
 
 @contextmanager
-def _written(hidden: Path, target: Path, accelerator: "Accelerator | None") -> Iterator[Path]:
+def _written(
+    hidden: Path, target: Path, accelerator: "Accelerator | None", publish: Callable[[Path], None]
+) -> Iterator[Path]:
+    """A folder that all processes of an accelerator write to, and that the main one flushes to disk and publishes.
+
+    If anything fails, it is removed; what has to do with the disk is a SavingError.
+    """
     main = accelerator is None or accelerator.is_main_process
+    wait = (lambda: None) if accelerator is None else accelerator.wait_for_everyone
     # Where one process fails, another may still be writing to the folder.
     with saving_errors(target, hidden if main else None):
         if main:
             _remove(hidden)
             hidden.mkdir(parents=True)
-        if accelerator is not None:
-            accelerator.wait_for_everyone()
+        wait()
         yield hidden
-        if accelerator is not None:
-            accelerator.wait_for_everyone()
-
-
-def _is_ready(folder: Path, accelerator: "Accelerator | None") -> bool:
-    """Wait until all processes have written to a folder; whether it is this one that publishes it, on the disk now."""
-    if accelerator is not None:
-        accelerator.wait_for_everyone()
-        if not accelerator.is_main_process:
-            return False
-    for path in [*folder.rglob("*"), folder]:
-        _flush(path)
-    return True
+        wait()
+        if main:
+            for path in [*hidden.rglob("*"), hidden]:
+                _flush(path)
+            publish(hidden)
+        wait()
 
 
 def _move_files(folder: Path):

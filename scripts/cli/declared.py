@@ -48,11 +48,7 @@ def training_options(**defaults) -> type:
 
 
 def trainer_arguments(options: Any) -> "TrainingArguments":
-    """The `TrainingArguments` that an instance of `training_options()` asks for.
-
-    Raises:
-        ValueError: an option was given that the installed release of transformers does not have.
-    """
+    """The `TrainingArguments` that an instance of `training_options()` asks for; ValueError for what they lack."""
     import transformers
 
     known, given = transformers.TrainingArguments.__dataclass_fields__, vars(options).copy()

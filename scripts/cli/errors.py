@@ -47,6 +47,10 @@ class UserError(RuntimeError):
     """An error that the user of a program can solve. Its message says how."""
 
 
+class MemoryExceededError(UserError):
+    """The error for a lack of memory. Its message names options that help."""
+
+
 def interrupt_again(unraisable):
     """A `sys.unraisablehook` that repeats Ctrl-C if Python delivered it to a `__del__`, where it is lost."""
     # The regex library has such methods, which run first after a long call of the tokenizer. In this thread the signal
@@ -69,16 +73,13 @@ sys.excepthook = end_quietly
 
 @contextmanager
 def importing(extra: str | None = None, *needed: str) -> Iterator[None]:
-    """Import what a program computes with, after its command line is read. Ctrl-C ends the process at once.
+    """Import what a program computes with, after its command line is read; ImportError that names a missing extra.
 
-    Libraries that are interrupted while they are imported raise any error, or write tracebacks.
+    Ctrl-C ends the process at once: libraries that are interrupted meanwhile raise any error, or write tracebacks.
 
     Args:
         extra: the extra of the package that brings what the program needs besides PyTorch and transformers.
         needed: packages of it that would be imported late; whether they are installed is asked first.
-
-    Raises:
-        ImportError: a package is not installed; the message says how to install it.
     """
     sys.stderr.writelines(f"{notice}\n" for notice in dict.fromkeys(NOTICES))
     NOTICES.clear()
@@ -150,17 +151,9 @@ def leave(message: str, status: int):
     raise end from None
 
 
-class MemoryExceededError(UserError):
-    """The error for a lack of memory. Its message names options that help."""
-
-
 @contextmanager
 def suggest_smaller(what: str, advice: str) -> Iterator[None]:
-    """Turn all errors of failed allocations into one, whose message names options that help.
-
-    Raises:
-        MemoryExceededError: the machine or an accelerator ran out of memory in the block.
-    """
+    """Turn all errors of failed allocations into a MemoryExceededError, with `advice`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

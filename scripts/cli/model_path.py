@@ -57,11 +57,7 @@ def recipe_files() -> dict[str, Path]:
 
 
 def find_config(name: str, option: str = "--config_name") -> str:
-    """The folder of the preset called `name`; any other `name` is returned as a folder or a Hub id.
-
-    Raises:
-        ValueError: the name is a path without a folder, or is like that of a preset and none.
-    """
+    """The folder of the preset called `name`; a folder or a Hub id as it is; ValueError for what can be neither."""
     presets = preset_folders()
     if name and Path(name).exists():
         return name
@@ -80,24 +76,18 @@ def find_config(name: str, option: str = "--config_name") -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe. `name` is that of a recipe, or a file.
-
-    Raises:
-        ValueError: there is no such recipe or file.
-    """
+    """The file of the recipe called `name`, or the file `name`; ValueError if there is neither."""
     recipes = recipe_files()
-    if not Path(name).is_file() and name not in recipes:
+    if Path(name).is_file():
+        return Path(name)
+    if name not in recipes:
         hint = nearest(name, recipes)
         raise ValueError(f"--recipe must be a recipe or a file, got {name}{hint} `tnn presets` lists them.")
-    return Path(name) if Path(name).is_file() else recipes[name]
+    return recipes[name]
 
 
 def check_path(name: str, option: str):
-    """Check that a name is a folder or a file here, or could be the id of a repository.
-
-    Raises:
-        ValueError: it is a path, and there is nothing.
-    """
+    """Check that a name is a folder or a file here, or could be the id of a repository."""
     path = Path(name)
     is_path = not HUB_ID.fullmatch(name) or name.startswith("outputs/") or ("/" in name and path.parent.is_dir())
     if name and path.exists():
@@ -130,9 +120,6 @@ def check_model_path(
 
     Args:
         causal: whether a TNN must be one that continues texts.
-
-    Raises:
-        ValueError: it is another file or folder, or a path without any.
     """
     name, folder = str(name), Path(name)
     check_path(name, option)
@@ -214,11 +201,7 @@ def require_padding(tokenizer: "PreTrainedTokenizerBase", option: str):
 
 
 def check_writing(model: "PreTrainedModel", source: str | Path, options: dict):
-    """Let a causal model write a token with `options` of `generate`, and check all scores from now on.
-
-    Raises:
-        ValueError: it cannot be written, such as for a weight that is not finite, or a negative temperature.
-    """
+    """Let a causal model write a token with `options` of `generate`, and check all scores from now on."""
     model.register_forward_hook(lambda module, inputs, output: check_finite(output[0]))
     ids = model.dummy_inputs["input_ids"][:1, :1].to(model.device) * 0
     with naming(source, *MODEL):
@@ -259,11 +242,7 @@ def fault_of(file: Path) -> str:
 
 
 def check_device(name: str | None) -> str:
-    """The name of a device, for a command line: the accelerator if there is one, else the CPU, unless given.
-
-    Raises:
-        ValueError: the name is not that of a device, or this machine does not have it.
-    """
+    """The name of a device that this machine has: the accelerator if there is one, else the CPU, unless given."""
     import torch
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -276,11 +255,7 @@ def check_device(name: str | None) -> str:
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
-    """Check that a model has an embedding for every id of its tokenizer. Without one, a GPU would end the process.
-
-    Raises:
-        ValueError: an id is `vocab_size` or more.
-    """
+    """Check that a model has an embedding for every id of its tokenizer. Without one, a GPU would end the process."""
     token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if highest >= vocab_size:
         raise ValueError(
