@@ -39,7 +39,7 @@ def test_a_model_of_no_class(tmp_path):
     """A configuration may name anything."""
     (tmp_path / "config.json").write_text('{"model_type": "tnn", "architectures": 3}')
     with pytest.raises(ValueError, match=f"The model must be a .*, got tnn 3 in {tmp_path}"):
-        model_card.load(tmp_path)
+        card_inputs.load(tmp_path)
 
 
 ROW = {"length": 8, "perplexity": 4.0, "tokens": 7, "stride": None, "trained_length": 8}
