@@ -16,6 +16,7 @@ more than M positions is an error.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -92,18 +93,24 @@ class HyenaOperator(ToeplitzOperator):
         self.register_buffer("times", torch.zeros(self.longest))
         self.register_buffer("features", torch.zeros(self.longest, config.hyena_filter_emb_dim))
         self.register_buffer("rates", torch.zeros(self.channels))
+        if not self.times.is_meta:
+            self.fill_constants(torch.Tensor.copy_)
         self.channel_parameters = {f"layers.{len(inner) + 1}.weight": sides, "direct": 1, "rates": 1}
 
     def reset_parameters(self):
         init.constant_(self.freq, self.first_freq)
         init.normal_(self.direct)
+        self.fill_constants(init.copy_)
+
+    def fill_constants(self, copy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+        """Write s, z and delta into the buffers by `copy`."""
         times, features = exponential_features(*self.features.shape)
         for buffer, value in (
             (self.times, times),
             (self.features, features),
             (self.rates, decay_rates(len(self.rates))),
         ):
-            init.copy_(buffer, value)
+            copy(buffer, value)
 
     def require_positions(self, count: int):
         """Raise a ValueError if a sequence has more positions than the filter, and none may follow."""
