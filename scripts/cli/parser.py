@@ -156,23 +156,15 @@ def option(default: Any = dataclasses.MISSING, text: str | None = None, **metada
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_counts(options, *names: str):
-    """Check that each of these options is at least 1, or None, which is an option that was not given.
-
-    Raises:
-        ValueError: one is below 1.
-    """
+def check_counts(options, *names: str, least: int = 1):
+    """Check that each of these options is at least `least`, or None, which is an option that was not given."""
     for name in names:
         value = getattr(options, name)
-        require(options, name, value is None or value >= 1, "at least 1")
+        require(options, name, value is None or value >= least, f"at least {least}")
 
 
 def require(options, name: str, holds: bool, allowed: str):
-    """Check an option.
-
-    Raises:
-        ValueError: it does not hold; the message says what is `allowed`, and what was given.
-    """
+    """Raise a ValueError that says what is `allowed` for an option, and what was given, unless it `holds`."""
     if not holds:
         value = getattr(options, name)
         given = (" ".join(map(str, value)) or "nothing") if isinstance(value, list) else value
@@ -317,10 +309,8 @@ def parse_overrides(
     """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
 
     Args:
+        known: a configuration that has the fields; a `TnnConfig` unless given.
         option: what the user gave the overrides to.
-
-    Raises:
-        ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
     """
     if known is None:
         with importing():
@@ -339,11 +329,7 @@ def parse_overrides(
 
 
 def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
-    """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values.
-
-    Raises:
-        ValueError: it cannot be read, or its fields contradict each other.
-    """
+    """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values."""
     with importing():
         from transformers import AutoConfig, PreTrainedConfig
 
@@ -359,10 +345,8 @@ def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
         fields["return_dict"] = True  # the programs read outputs by name
         AutoConfig.from_pretrained(folder)  # it checks what a file may ask for
         config = AutoConfig.for_model(**fields)
-    if not changed:
-        return config
     try:
-        return AutoConfig.for_model(**fields | changed)
+        return AutoConfig.for_model(**fields | changed) if changed else config
     except ValueError:
         raise
     except Exception as error:  # a value of another kind, for which each model has its own error
@@ -392,11 +376,7 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
 
 
 def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[str]:
-    """The options of a recipe as arguments on a command line of `parser`, but for those that `given` replaces.
-
-    Raises:
-        ValueError: the recipe is missing, is not a YAML mapping, or has a key that is not an option.
-    """
+    """The options of a recipe as arguments on a command line of `parser`, but for those that `given` replaces."""
     try:
         recipe = yaml.safe_load(find_recipe(file).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -67,11 +67,7 @@ def read_object(file: Path) -> dict:
 
 
 def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
-    """The folder that `--resume_from_checkpoint` names: latest, auto or a path. None for auto without a checkpoint.
-
-    Raises:
-        ValueError: there is no such checkpoint, it is incomplete, or a file of it is damaged.
-    """
+    """The folder that `--resume_from_checkpoint` names: latest, auto or a path. None for auto without a checkpoint."""
     if name is None:
         return None
     if name in ("latest", "auto"):
@@ -99,9 +95,6 @@ def check_run(output_dir: Path, overwrite: bool, resumed: str | None = None, sou
         overwrite: whether `--overwrite_output_dir` was given.
         resumed: the value of `--resume_from_checkpoint`.
         source: the folder of the model that the run starts from.
-
-    Raises:
-        ValueError: the folder holds checkpoints or a model, or is that of `source`.
     """
     found = checkpoints(output_dir)
     resumes = bool(found) if resumed == "auto" else resumed == "latest" or continues(output_dir, resumed)
@@ -126,11 +119,7 @@ def describe_run(options: dict, config: "PreTrainedConfig", **further) -> dict:
 
 
 def check_same_run(checkpoint: Path, saved: dict, run: dict):
-    """Refuse a checkpoint of another run. What one of an older version does not describe is not compared.
-
-    Raises:
-        ValueError: it differs, with a line for each difference.
-    """
+    """Refuse a checkpoint of another run. What one of an older version does not describe is not compared."""
     differing = [f"{n} must be {saved[n]}, got {v}" for n, v in run.items() if n in saved and saved[n] != v]
     if differing:
         raise ValueError("\n  ".join([f"{checkpoint} is a checkpoint of another run.", *differing]))
@@ -147,11 +136,7 @@ def write_checksums(folder: Path, run: dict | None = None):
 
 
 def verify_checksums(folder: Path):
-    """Compare the files of a checkpoint with its `checksums.json`. One of an older version may have none.
-
-    Raises:
-        ValueError: a file is missing, has changed or is not named, or the state or the checksums cannot be read.
-    """
+    """Compare the files of a checkpoint with its `checksums.json`. One of an older version may have none."""
     named, state = folder / CHECKSUMS, folder / STATE
     if not named.exists() and not (folder / RUN).exists() and "fingerprint" not in read_object(state):
         return

@@ -27,11 +27,7 @@ STRING, BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"'), re.compile(r"[\[\]{}]
 
 
 def check_file(file: str, whole: bool = True, most: float = float("inf")):
-    """Check that a file has content and, if `whole`, that its first `most` bytes are UTF-8, and rows of its kind.
-
-    Raises:
-        ValueError: it is missing, empty, not text, or a line is no row.
-    """
+    """Check that a file has content and, if `whole`, that its first `most` bytes are UTF-8, and rows of its kind."""
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"The file {file} does not exist.")
@@ -97,11 +93,7 @@ def suffix_of(file: str) -> str:
 
 
 def builder_of(file: str) -> str:
-    """The kind of a file by its suffix, also below .gz or .bgz; text if it has another suffix or none.
-
-    Raises:
-        ValueError: it is a table with another separator than commas, or of sequences.
-    """
+    """The kind of a file by its suffix, also below .gz or .bgz; text if it has another suffix or none."""
     if is_fasta(file):
         raise ValueError(f"FASTA is read as a genome by `tnn pretrain` alone, got {file}")
     if message := NO_TEXT.get(suffix_of(file)):
@@ -131,7 +123,7 @@ def looks_like_file(source: str) -> bool:
 
 
 def check_source(source: str):
-    """Check that a text or a data set is a file with content, a folder, or could be a Hub id, else ValueError."""
+    """Check that a text or a data set is a file with content, a folder, or could be a Hub id."""
     if looks_like_file(source):
         check_file(source, whole=False)
     else:
@@ -139,11 +131,7 @@ def check_source(source: str):
 
 
 def read_lines() -> Iterator[str]:
-    """The lines of the standard input until an empty one or the end; a terminal shows where to write.
-
-    Raises:
-        ValueError: a line is not UTF-8.
-    """
+    """The lines of the standard input until an empty one or the end; a terminal shows where to write."""
     mark = "\ufeff"  # of a file that is redirected
     while True:
         sys.stdout.write("> " if sys.stdin.isatty() else "")
@@ -157,11 +145,7 @@ def read_lines() -> Iterator[str]:
 
 
 def check_text(name: str, text: str):
-    """Refuse what no tokenizer takes: lone surrogates, as which Python reads bytes that are not UTF-8.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Refuse what no tokenizer takes: lone surrogates, as which Python reads bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import yaml
 
 from tnn_programs.cli.declared import NAMES
 from tnn_programs.cli.model_path import check_path, configuration_folder, find_config, nearest
-from tnn_programs.cli.parser import load_config, option, require
+from tnn_programs.cli.parser import check_counts, load_config, option, require
 from tnn_programs.cli.text_files import check_file, check_source, is_fasta
 
 if TYPE_CHECKING:  # read before transformers is imported
@@ -64,11 +64,10 @@ class GroupArguments:
 
     operator_learning_rate: float | None = None
     operator_weight_decay: float | None = None
-    parameter_groups: list[str] = field(default_factory=list)
+    parameter_groups: list[str] = option([])
 
     def __post_init__(self):
-        for name in ("operator_learning_rate", "operator_weight_decay"):
-            require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
+        check_counts(self, "operator_learning_rate", "operator_weight_decay", least=0)
         for text in self.parameter_groups:
             parse_group(text)
 
@@ -83,11 +82,7 @@ class GroupArguments:
 
 
 def parse_group(text: str) -> tuple[str, dict[str, float]]:
-    """`PATTERN:learning_rate=X,weight_decay=X` as a regular expression and the settings of an optimizer.
-
-    Raises:
-        ValueError: it cannot be read so.
-    """
+    """`PATTERN:learning_rate=X,weight_decay=X` as a regular expression and the settings of an optimizer."""
     pattern, _, given = text.rpartition(":")
     try:
         re.compile(pattern)
@@ -117,11 +112,7 @@ class GenomeArguments:
     )
 
     def check_genome(self, source: str | None, validation_file: str | None, streaming: bool):
-        """Refuse options that do not belong together.
-
-        Raises:
-            ValueError: see above.
-        """
+        """Refuse options that do not belong together."""
         fasta = source is not None and is_fasta(source)
         require(self, "soft_masked_weight", 0 <= self.soft_masked_weight <= 1, "a number from 0 to 1")
         for name, usual in vars(GenomeArguments()).items():
@@ -148,16 +139,15 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     vocab_size: int | None = option(None, "Size of the vocabulary; that of the config unless given.")
     train_file: str | None = None
     validation_file: str | None = None
-    dataset_name: list[str] = field(default_factory=list)
-    dataset_config_name: list[str] = field(default_factory=list)
+    dataset_name: list[str] = option([])
+    dataset_config_name: list[str] = option([])
     streaming: bool = option(
         False,
         "Read and tokenize the text while training, without a copy of it. A tokenizer that is not given is trained on "
         "the first 10000 rows.",
     )
-    interleave_probabilities: list[float] = field(
-        default_factory=list,
-        metadata={"help": "With --streaming, the share of the rows of each source; in turns unless given."},
+    interleave_probabilities: list[float] = option(
+        [], "With --streaming, the share of the rows of each source; in turns unless given."
     )
     shuffle_buffer_size: int = option(1000, "With --streaming, blocks of text that are shuffled at a time.")
     num_shards: int = option(
@@ -214,7 +204,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     dataloader_num_workers: int | None = None
     mixed_precision: str | None = None
     gradient_checkpointing: bool = False
-    torch_compile: bool | None = field(default=None, metadata={"nargs": "?", "const": True})
+    torch_compile: bool | None = option(None, nargs="?", const=True)
     cuda_graph: bool = option(True, "On one GPU, start all kernels of a forward and backward pass at once.")
     push_to_hub: bool = False
     hub_model_id: str | None = None
@@ -231,9 +221,8 @@ class PretrainArguments(GroupArguments, GenomeArguments):
         self.config_name = find_config(self.config_name or DEFAULT_PRESETS[self.objective])
         if self.tokenizer_name is not None:
             check_path(self.tokenizer_name, "--tokenizer_name")
-        for names, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
-            for name in names:
-                require(self, name, getattr(self, name) is None or getattr(self, name) >= least, f"at least {least}")
+        check_counts(self, *AT_LEAST_ONE)
+        check_counts(self, *AT_LEAST_ZERO, least=0)
         require(self, "learning_rate", self.learning_rate is None or self.learning_rate > 0, "above 0")
         require(self, "max_pole_radius", 0 < (self.max_pole_radius or 0.5) < 1, "in (0, 1)")
         require(self, "mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
@@ -282,11 +271,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
         return round(warmup * (self.max_steps if warmup < 1 else 1))
 
     def check_schedule(self):
-        """Refuse fewer steps than warm-up and decay need: the rate would jump down when the warm-up ends.
-
-        Raises:
-            ValueError: see above, or the further arguments are no JSON object.
-        """
+        """Refuse fewer steps than warm-up and decay need: the rate would jump down when the warm-up ends."""
         try:
             further = dict(json.loads(self.lr_scheduler_kwargs or "{}"))
         except (TypeError, ValueError) as error:
@@ -306,9 +291,6 @@ def choose_schedule(args: PretrainArguments, config: "PreTrainedConfig", resumed
 
     Returns:
         A line that says which rate was taken and from where; None if it was given.
-
-    Raises:
-        ValueError: the run is too short for the given and the taken settings.
     """
     chosen, source = dict(DEFAULT_SCHEDULE), "given"
     if args.learning_rate is None:
@@ -384,15 +366,19 @@ def training_of(args: PretrainArguments, config: "PreTrainedConfig") -> tuple[Pr
 
 def read_presets() -> dict[str, PresetTraining]:
     """All presets by name: `tnn-tiny`, `lra/tnn-text`, ..., small ones first."""
-    return {name: _preset(name, entry) for name, entry in _read("training.yaml")["presets"].items()}
+    presets = {}
+    for name, entry in _read("training.yaml")["presets"].items():
+        recipe = _read(f"recipes/{entry['recipe']}.yaml") if "recipe" in entry else {}
+        presets[name] = PresetTraining(name=name, **{key: recipe[key] for key in OF_RECIPE if key in recipe} | entry)
+    return presets
 
 
 def find_training(config_name: str) -> PresetTraining | None:
     """The preset that `config_name` names or whose folder it is; None for any other configuration."""
     folder = Path(config_name).resolve()
-    for name, entry in _read("training.yaml")["presets"].items():
+    for name, preset in read_presets().items():
         if config_name in (name, Path(name).name) or folder == (configuration_folder() / name).resolve():
-            return _preset(name, entry)
+            return preset
     return None
 
 
@@ -411,11 +397,6 @@ def fine_tuning_of(hidden_size: int) -> tuple[float, str] | None:
         return None
     source = f"measured for TNNs up to {known['hidden_size']} wide, docs/research/figures/{known['figures']}.json"
     return known["learning_rate"], source
-
-
-def _preset(name: str, entry: dict) -> PresetTraining:
-    recipe = _read(f"recipes/{entry['recipe']}.yaml") if "recipe" in entry else {}
-    return PresetTraining(name=name, **{key: recipe[key] for key in OF_RECIPE if key in recipe} | entry)
 
 
 @functools.cache
