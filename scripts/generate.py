@@ -24,7 +24,7 @@ from tnn_programs.cli.atomic import check_writable, write_json
 from tnn_programs.cli.generation_fields import read_options
 from tnn_programs.cli.model_path import check_model_path
 from tnn_programs.cli.parser import ProgramParser, check_counts
-from tnn_programs.cli.text_files import check_file, check_text, read_lines
+from tnn_programs.cli.text_files import FILES, check_file, check_text, read_lines
 
 
 def parse_arguments() -> tuple[argparse.Namespace, dict]:
@@ -43,9 +43,7 @@ def parse_arguments() -> tuple[argparse.Namespace, dict]:
     check_model_path(known.model_name_or_path, tokenizer=True, causal=True)
     if known.prompt_file is not None:
         check_file(str(known.prompt_file), whole=False)
-        with importing():
-            from modeling_tnn.data.files import read_lines_of
-        known.prompt += [line for line in read_lines_of(str(known.prompt_file)) if line.strip()]
+        known.prompt += [line for line in FILES.read_lines_of(str(known.prompt_file)) if line.strip()]
     for prompt in known.prompt:
         check_text("--prompt", prompt)
     check_counts(known, "batch_size")

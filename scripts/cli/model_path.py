@@ -18,6 +18,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from tnn_programs.cli.errors import NOTICES, UserError
@@ -39,14 +40,18 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else "."
 
 
-# Not by an import: that of its package takes seconds.
-PRESETS = run_path(Path(find_spec("modeling_tnn").origin).with_name("presets.py"))
-configuration_folder: Callable[[], Path] = PRESETS["configuration_folder"]
+def light_module(file: str) -> SimpleNamespace:
+    """A file of `modeling_tnn` that imports nothing slow, without an import of the package, which takes seconds."""
+    return SimpleNamespace(**run_path(Path(find_spec("modeling_tnn").origin).parent / file))
+
+
+PRESETS = light_module("presets.py")
+configuration_folder: Callable[[], Path] = PRESETS.configuration_folder
 
 
 def preset_folders() -> dict[str, Path]:
     """The folder of each preset by its names: `lra/tnn-listops`, and its last part alone."""
-    folders = PRESETS["preset_folders"]()
+    folders = PRESETS.preset_folders()
     return {folder.name: folder for folder in folders.values()} | folders
 
 

@@ -3,18 +3,15 @@
 import csv
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from tnn_programs.cli.model_path import check_path
+from tnn_programs.cli.model_path import check_path, light_module
 
-# UTF-8, with or without the byte order mark that some editors write.
-ENCODING = "utf-8-sig"
+FILES = light_module("data/files.py")
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 FASTA = (".fa", ".fas", ".fasta", ".fna", ".ffn", ".faa", ".frn", ".fsa", ".fsa_nt", ".mfa", ".mpfa", ".pep")
-COMPRESSED = (".gz", ".bgz")
 # Of other forms, which would be read as text.
 NO_TEXT = {".tsv": "Tables must be .csv, .json, .jsonl or .parquet files"} | dict.fromkeys(
     (".fastq", ".fq", ".gb", ".gbk", ".gff", ".gff3", ".vcf", ".sam"), "Sequences must be FASTA files"
@@ -34,9 +31,7 @@ def check_file(file: str, whole: bool = True, most: float = float("inf")):
     if path.stat().st_size == 0:
         raise ValueError(f"The file {file} is empty.")
     if whole and (builder := builder_of(file)) != "parquet":
-        from modeling_tnn.data.files import reading
-
-        with reading(file) as lines:
+        with FILES.reading(file) as lines:
             {"csv": check_table, "json": check_nesting, "text": check_letters}[builder](lines, file, most)
 
 
@@ -77,19 +72,10 @@ def check_nesting(lines: IO[str], file: str, most: float):
             return
 
 
-def open_text(file: str) -> IO[str]:
-    """A text file for reading. Only for a compressed one, the package is imported, which takes seconds."""
-    if Path(file).suffix.lower() not in COMPRESSED:
-        return open(file, encoding=ENCODING)
-    from modeling_tnn.data.files import open_text as open_compressed
-
-    return open_compressed(file)
-
-
 def suffix_of(file: str) -> str:
     """The suffix of a name in lower case, of what is compressed if it is."""
     path = Path(file.lower())
-    return (Path(path.stem) if path.suffix in COMPRESSED else path).suffix
+    return (Path(path.stem) if path.suffix in FILES.COMPRESSED else path).suffix
 
 
 def builder_of(file: str) -> str:
@@ -107,9 +93,9 @@ def is_fasta(file: str) -> bool:
     if suffix in FASTA or suffix in (BUILDERS | NO_TEXT) and suffix != ".txt" or not Path(file).is_file():
         return suffix in FASTA
     try:
-        with open_text(file) as text:
+        with FILES.open_text(file) as text:
             title, *lines = text.read(2**16).strip().split("\n")
-    except (OSError, ValueError, EOFError, zlib.error):  # who reads the file says so
+    except (OSError, ValueError, *FILES.DAMAGED):  # who reads the file says so
         return False
     letters = "".join(line.rstrip() for line in lines if not line.startswith(">"))
     return title.startswith(">") and letters.replace("*", "").replace("-", "").isalpha()

@@ -23,11 +23,11 @@ from datasets import Dataset, DatasetDict, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
 from modeling_tnn.data.blocks import VALIDATION_SHARE
+from modeling_tnn.data.files import ENCODING
 from tnn_programs.cli.model_path import check_path
 from tnn_programs.cli.text_files import (
     BUILDERS,
     CHECKED_OF_STREAM,
-    ENCODING,
     builder_of,
     check_file,
     looks_like_file,

@@ -20,7 +20,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 
 from modeling_tnn.serving.logprobs import Scored, of_chat, of_completion
-from modeling_tnn.serving.scheduler import QueueFullError
 from tnn_programs.serving.embedding import written
 from tnn_programs.serving.engine import Piece, Text
 from tnn_programs.serving.http import GONE, ApiError, Checks, handle_errors, read_body, write_body
@@ -188,8 +187,6 @@ async def embed(service: Service, request: Request, body: EmbeddingBody) -> Resp
             vectors = await service.engine.embed(texts, request.is_disconnected)
     except TimeoutError:
         raise ApiError(504, "The vectors were not finished in the time that a request may take.", "timeout") from None
-    except QueueFullError as error:
-        raise ApiError(429, str(error), "queue_full") from error
     count = sum(map(len, texts))
     head = {"object": "list", "model": service.name, "usage": {"prompt_tokens": count, "total_tokens": count}}
     items = (

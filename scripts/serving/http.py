@@ -13,6 +13,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from modeling_tnn.serving.scheduler import QueueFullError
+
 # The status of a response that nobody reads, as nginx writes it.
 GONE = 499
 # Status -> kind of error.
@@ -59,6 +61,10 @@ def handle_errors(app: FastAPI):
         found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         found.headers = error.headers
         return found.response()
+
+    @app.exception_handler(QueueFullError)
+    async def of_queue(request: Request, error: QueueFullError):
+        return ApiError(429, str(error), "queue_full").response()
 
     @app.exception_handler(Exception)
     async def of_server(request: Request, error: Exception):

@@ -7,7 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from modeling_tnn.serving.logprobs import spell
-from modeling_tnn.serving.scheduler import BatchScheduler, QueueFullError
+from modeling_tnn.serving.scheduler import BatchScheduler
 from tnn_programs.cli.sampling import given_sampling, sampling
 from tnn_programs.cli.serving_arguments import ApiArguments
 from tnn_programs.serving.embedding import Encoder
@@ -138,8 +138,6 @@ class Service:
                 texts.append(text)
         except Exception as error:
             self.leave(texts)
-            if isinstance(error, QueueFullError):
-                raise ApiError(429, str(error), "queue_full") from error
             if isinstance(error, ValueError):
                 raise ApiError(400, str(error)) from error
             raise
