@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx2")  # 
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
-from modeling_tnn.serving.scheduler import Batch  # noqa: E402
+from modeling_tnn.serving.scheduler import Batch, QueueFullError  # noqa: E402
 from tnn_programs.serving.engine import Text  # noqa: E402
 
 PROMPT = "The quick brown"
@@ -300,6 +301,12 @@ def test_what_is_refused(chat, complete, service, monkeypatch):
     monkeypatch.setattr(service.tokenizer, "chat_template", None)
     with pytest.raises(openai.BadRequestError, match="has no chat template"):
         chat("x")
+    full = [DEFAULT, DEFAULT, QueueFullError("texts are waiting")]
+    monkeypatch.setattr(service.engine, "submit", Mock(wraps=service.engine.submit, side_effect=full))
+    with pytest.raises(openai.RateLimitError) as raised:
+        complete(n=3, max_tokens=5000)
+    assert (raised.value.code, raised.value.response.headers["retry-after"]) == ("queue_full", "1")
+    wait_until_idle(service)
     monkeypatch.setattr(service, "tokens", lambda prompt: 1 / 0)
     with pytest.raises(openai.InternalServerError, match="The server failed"):
         complete()
