@@ -40,7 +40,6 @@ NAMES = (
     "modeling_tnn.configuration_tnn.DIRECTIONS",
     "modeling_tnn.original.architectures.ARCHITECTURES",
     "modeling_tnn.original.architectures.HEADS",
-    "tnn_programs.benchmarks.gpu.PARTS",
     "tnn_programs.data.glue.FUNCTIONS",
     "tnn_programs.data.glue.TASKS",
     "tnn_programs.data.lra.TASKS",
