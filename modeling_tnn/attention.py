@@ -32,7 +32,7 @@ from .linear import apply_linear
 from .numerics import without_narrowing
 from .packing import Batches
 from .recurrence import check_rows, refuse_backward
-from .tno import Pass
+from .tno import LayerContext
 
 MASKS = {
     (FULL, True): create_causal_mask,
@@ -58,23 +58,23 @@ class TnnAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor, passed: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(B, L, d)` to `(B, L, d)`, with a cache that holds the keys and values of earlier tokens.
 
         The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
         """
-        masks, rotation = passed.view
+        masks, rotation = context.attention_inputs
         projected = (apply_linear(layer, hidden_states) for layer in (self.q_proj, self.k_proj, self.v_proj))
         # (B, H, L, d_h), and twice with G; of divided projections, the heads of this process
         query, key, value = (one.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in projected)
         if rotation is not None:
             query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *rotation))
-        if passed.cache is not None:
-            key, value = update_key_values(passed.cache, self.layer_idx, key, value)
+        if context.cache is not None:
+            key, value = update_key_values(context.cache, self.layer_idx, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         attend = partial(attend, self, scaling=self.scaling, sliding_window=self.sliding_window, dropout=dropout)
-        batches, mask = None if passed.documents is None else passed.documents.batches, masks[self.kind]
+        batches, mask = None if context.documents is None else context.documents.batches, masks[self.kind]
         if batches is not None:
             return apply_linear(self.o_proj, attend_apart(attend, (query, key, value), batches, mask)), None
         mixed, weights = attend(query, key, value, mask)  # (B, L, H, d_h)
@@ -120,7 +120,7 @@ def update_key_values(
     return tuple(torch.cat([new, old[:, :, new.shape[2] :]], dim=2) for new, old in pairs)
 
 
-def view_of(
+def make_attention_inputs(
     model: nn.Module, hidden_states, attention_mask, cache: Cache | None, positions, documents
 ) -> tuple | None:
     """The masks by kind of attention, and the cosines and sines of rotary positions; None without attention.

@@ -63,7 +63,7 @@ class Extensions:
         """Whether a graph is recorded in which products are custom operators."""
         return False
 
-    def kernels_of_layers(self, layers: Sequence, hidden_states, passed) -> Sequence:  # kernels/stacking.py
+    def kernels_of_layers(self, layers: Sequence, hidden_states, context) -> Sequence:  # kernels/stacking.py
         """The kernels of the layers for `hidden_states` `(B, L, d)` of a pass, None for each that makes its own."""
         return [None] * len(layers)
 
@@ -71,8 +71,8 @@ class Extensions:
         """In a graph, `starts` after a check of the documents' lengths. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 
-    def open_step(self, passed, tokens, position_ids):  # compile/static_cache.py
-        """The pass of the tokens for which `prepare_step` has made the cache of `passed` ready, or None."""
+    def open_step(self, context, tokens, position_ids):  # compile/static_cache.py
+        """The pass of the tokens for which `prepare_step` has made the cache of `context` ready, or None."""
 
     def prepare_step(self, model, inputs: dict) -> dict:  # compile/static_cache.py
         """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""

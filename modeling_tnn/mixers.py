@@ -41,7 +41,7 @@ from .linear import apply_channel_major, apply_linear, apply_together
 from .norms import NORM_TYPES, RootRMSNorm
 from .numerics import by_parts, compute_dtype, must_be_eager
 from .packing import Documents
-from .tno import NO_PASS, Pass, ToeplitzOperator, continue_sequence
+from .tno import NO_CONTEXT, LayerContext, ToeplitzOperator, continue_sequence
 from .tno_auto import build_tno
 from .toeplitz_fused import NO_GATE, Gate
 
@@ -60,20 +60,20 @@ class TnnGatedToeplitzUnit(nn.Module):
         self.tno = build_tno(config, layer_idx)
         self.norm = NORM_TYPES[config.norm_type](config.gtu_dim) if config.gtu_norm else nn.Identity()
 
-    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
         u, v = apply_together(apply_channel_major, (self.u_proj, self.v_proj), hidden_states)  # (B, L, D) each
-        gated = mix_tokens(self.tno, v, Gate(u, self.act, passed.mask), passed)  # (B, L, D)
+        gated = mix_tokens(self.tno, v, Gate(u, self.act, context.mask), context)  # (B, L, D)
         return apply_linear(self.o_proj, self.norm(gated))
 
 
-def mix_tokens(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
+def mix_tokens(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, context: LayerContext) -> torch.Tensor:
     """The gated product of an operator with `v` `(B, L, D)`, the first real token of a row being its first one."""
     # The rows of a divided sequence are aligned where all of their tokens are.
-    if gate.mask is None or operator.shift_invariant or passed.documents is not None or passed.layout is not None:
-        return operator(v, gate, passed)
+    if gate.mask is None or operator.shift_invariant or context.documents is not None or context.layout is not None:
+        return operator(v, gate, context)
     first = first_real_token(gate.mask)
-    mixed = roll(operator(roll(gate.inputs(v), -first), passed=Pass(prepared=passed.prepared)), first)
+    mixed = roll(operator(roll(gate.inputs(v), -first), context=LayerContext(kernel=context.kernel)), first)
     return gate.apply(mixed, operator.implementation)
 
 
@@ -126,15 +126,15 @@ class ShortConvolution(ToeplitzOperator):
 
         return by_parts(of_channels, len(x), v.shape[0] * length, v).permute(1, 2, 0)
 
-    def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS) -> torch.Tensor:
+    def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """The filtered projections, `(B, L, 3D)` to `(B, L, 3D)`. `gate` holds the mask of padding."""
         with maybe_autocast(device_type=v.device.type, enabled=False):
-            if passed.cache is None:
-                mixed = self.matmul(gate.inputs(v), passed.documents)
-            elif passed.cache.offloading:  # between layers, and this one uses it twice
+            if context.cache is None:
+                mixed = self.matmul(gate.inputs(v), context.documents)
+            elif context.cache.offloading:  # between layers, and this one uses it twice
                 raise ValueError("`past_key_values` must stay on the device for 'hyena', got an offloaded cache")
             else:
-                mixed = continue_sequence(self, passed.cache.layers[self.layer_idx], v, gate)
+                mixed = continue_sequence(self, context.cache.layers[self.layer_idx], v, gate)
         bias = self.bias.to(mixed.dtype)
         # In place: gigabytes for a long read.
         return mixed + bias if torch.is_grad_enabled() or must_be_eager() else mixed.add_(bias)
@@ -158,13 +158,13 @@ class TnnHyena(nn.Module):
             if projection is not None:
                 projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
 
-    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
-        gate = Gate(mask=passed.mask)
+        gate = Gate(mask=context.mask)
         # Without a name for the projections, which are freed before the long filter.
-        filtered = self.short(apply_channel_major(self.in_proj, hidden_states), gate, passed)  # (B, L, 3D)
+        filtered = self.short(apply_channel_major(self.in_proj, hidden_states), gate, context)  # (B, L, 3D)
         p, q, v = filtered.chunk(3, dim=-1)  # (B, L, D) each
-        mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, passed))
+        mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, context))
         if self.low_rank is not None:
             mixed = self.act(apply_linear(self.low_rank, mixed))  # (B, L, r)
         return apply_linear(self.o_proj, mixed)
@@ -180,9 +180,9 @@ class TnnS4Mixer(nn.Module):
         self.o_proj = nn.Linear(config.gtu_dim, 2 * config.hidden_size)
         self.o_proj.is_gtu_projection = True  # transformers initialises linear layers without their parent
 
-    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
-        mixed = mix_tokens(self.tno, hidden_states, Gate(mask=passed.mask), passed)
+        mixed = mix_tokens(self.tno, hidden_states, Gate(mask=context.mask), context)
         return nn.functional.glu(apply_linear(self.o_proj, self.act(mixed)))
 
 

@@ -42,7 +42,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import TnnAttention, TnnRotaryEmbedding, view_of
+from .attention import TnnAttention, TnnRotaryEmbedding, make_attention_inputs
 from .cache_tnn import CACHE, open_cache, takes_cache, with_cache_as
 from .configuration_tnn import OPERATORS, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
@@ -71,7 +71,7 @@ from .numerics import by_parts, parameter_dtype
 from .packing import Documents, documents_of, positions_of
 from .position_encoder import CastingLinear, sinusoidal_embedding
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
-from .tno import NO_PASS, Pass, ToeplitzOperator
+from .tno import NO_CONTEXT, LayerContext, ToeplitzOperator
 from .toeplitz_fused import activated_product
 
 # From `initializer` to the standard deviation of embeddings, as a power of d. With -0.5 and tied output weights the
@@ -123,27 +123,27 @@ class TnnBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
 
-    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
         # Hooks that record attention, and the exchange of processes, are in no graph.
-        eager = self.mixer is None or passed.layout is not None or passed.cache is not None
+        eager = self.mixer is None or context.layout is not None or context.cache is not None
         if eager or self.regions is None or not self.training:
-            return self.mix(hidden_states, passed)
-        if passed.documents is not None:  # the graph finds them
-            passed = passed._replace(documents=passed.documents._replace(batches=None))
-        return self.regions(TnnBlock.mix, self, hidden_states, passed)
+            return self.mix(hidden_states, context)
+        if context.documents is not None:  # the graph finds them
+            context = context._replace(documents=context.documents._replace(batches=None))
+        return self.regions(TnnBlock.mix, self, hidden_states, context)
 
-    def mix(self, hidden_states: torch.Tensor, passed: Pass) -> torch.Tensor:
+    def mix(self, hidden_states: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """The same, as one graph of torch.compile may have it."""
 
         def mix_tokens(x):
-            return self.dropout(self.attention(x, passed)[0] if self.mixer is None else self.mixer(x, passed))
+            return self.dropout(self.attention(x, context)[0] if self.mixer is None else self.mixer(x, context))
 
         def mix_channels(x):
             return self.dropout(self.glu(x))
 
         norms = (self.attention_norm if self.mixer is None else self.mixer_norm, self.glu_norm)
-        mixer_norm, glu_norm = (with_mask(norm, passed.mask) for norm in norms)
+        mixer_norm, glu_norm = (with_mask(norm, context.mask) for norm in norms)
         hidden_states = self.add_residual(hidden_states, mixer_norm, mix_tokens)
         return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
 
@@ -313,28 +313,34 @@ class TnnModel(TnnPreTrainedModel):
         check_keywords(kwargs, position_ids)
         tokens = self.check_inputs(input_ids, input_values, inputs_embeds)
         documents = self.find_documents(tokens, attention_mask, past_key_values, position_ids, use_cache)
-        passed = Pass(attention_mask, past_key_values, documents)
+        context = LayerContext(attention_mask, past_key_values, documents)
         if self.sequence_parallel is not None:
-            tokens, passed = self.sequence_parallel.divide(tokens, passed)
+            tokens, context = self.sequence_parallel.divide(tokens, context)
         use_cache = use_cache if documents is None else False
-        return self._forward(tokens, passed, position_ids, use_cache=use_cache, return_dict=True, **kwargs)
+        return self._forward(tokens, context, position_ids, use_cache=use_cache, return_dict=True, **kwargs)
 
     @merge_with_config_defaults
     @capture_outputs
-    def _forward(self, tokens, passed: Pass, position_ids, use_cache, **kwargs) -> BaseModelOutputWithPast:
+    def _forward(self, tokens, context: LayerContext, position_ids, use_cache, **kwargs) -> BaseModelOutputWithPast:
         """The part of `forward` after the checks, which need `use_cache` as the caller gave it."""
         inputs_embeds = self.embed_tokens(tokens) if tokens.dim() == 2 else tokens
-        attention_mask = passed.mask
-        passed = self.open_pass(tokens, inputs_embeds, passed, position_ids, use_cache)
-        hidden_states = self.start(inputs_embeds, passed)
+        attention_mask = context.mask
+        context = self.open_pass(tokens, inputs_embeds, context, position_ids, use_cache)
+        hidden_states = self.start(inputs_embeds, context)
         del inputs_embeds  # a gigabyte for a million positions
-        view = view_of(self, hidden_states, attention_mask, passed.cache, passed.positions, passed.documents)
+        attention_inputs = make_attention_inputs(
+            self, hidden_states, attention_mask, context.cache, context.positions, context.documents
+        )
         layers = self.layers[: self.config.num_hidden_layers]
-        kernels = extensions.kernels_of_layers(layers, hidden_states, passed)
+        kernels = extensions.kernels_of_layers(layers, hidden_states, context)
         for layer, kernel in zip(layers, kernels, strict=True):
-            hidden_states = layer(hidden_states, passed=passed._replace(view=view, prepared=kernel))
-        hidden_states = with_mask(self.norm, passed.mask)(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE: passed.cache if use_cache else None})
+            hidden_states = layer(
+                hidden_states, context=context._replace(attention_inputs=attention_inputs, kernel=kernel)
+            )
+        hidden_states = with_mask(self.norm, context.mask)(hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states, **{CACHE: context.cache if use_cache else None}
+        )
 
     def check_inputs(self, input_ids, input_values, inputs_embeds) -> torch.Tensor:
         """Check the input, and return ids `(B, L)` or embeddings `(B, L, d)`: those given, or those of values."""
@@ -356,31 +362,31 @@ class TnnModel(TnnPreTrainedModel):
             raise ValueError("A row must be one document when a cache is used, got several (`position_ids`)")
         return documents
 
-    def open_pass(self, tokens, inputs_embeds, passed: Pass, position_ids, use_cache) -> Pass:
+    def open_pass(self, tokens, inputs_embeds, context: LayerContext, position_ids, use_cache) -> LayerContext:
         """The pass with its cache, mask and positions. A compiled step has all of them already."""
-        step = extensions.open_step(passed, inputs_embeds, position_ids)
+        step = extensions.open_step(context, inputs_embeds, position_ids)
         if step is not None:
             return step
-        cache, past_length = open_cache(self, passed.cache, use_cache)
-        mask = check_attention_mask(passed.mask, inputs_embeds, past_length)
-        if passed.mask is None and past_length == 0 and tokens.dim() == 2 and can_be_read(tokens):
+        cache, past_length = open_cache(self, context.cache, use_cache)
+        mask = check_attention_mask(context.mask, inputs_embeds, past_length)
+        if context.mask is None and past_length == 0 and tokens.dim() == 2 and can_be_read(tokens):
             self.warn_if_padding_and_no_attention_mask(tokens, None)
-        positions = passed.positions
+        positions = context.positions
         if self.reads_positions and positions is None:
-            positions = positions_of(passed.documents, passed.mask, past_length, inputs_embeds)
-        return passed._replace(mask=mask, cache=cache, past_length=past_length, positions=positions)
+            positions = positions_of(context.documents, context.mask, past_length, inputs_embeds)
+        return context._replace(mask=mask, cache=cache, past_length=past_length, positions=positions)
 
-    def start(self, inputs_embeds: torch.Tensor, passed: Pass) -> torch.Tensor:
+    def start(self, inputs_embeds: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """The input of the first layer of this stage of a pipeline, `(B, L, d)`."""
-        if passed.mask is not None:
+        if context.mask is not None:
             # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay as they are.
-            inputs_embeds = inputs_embeds.masked_fill(~(passed.mask[..., None] | inputs_embeds.isfinite()), 0)
+            inputs_embeds = inputs_embeds.masked_fill(~(context.mask[..., None] | inputs_embeds.isfinite()), 0)
         if is_elsewhere(self.layers[0]):  # these are the hidden states of an earlier stage
             return inputs_embeds
         hidden_states = inputs_embeds * self.embedding_scale
         if self.config.position_embedding == "sinusoidal":
             size, dtype = hidden_states.shape[2], hidden_states.dtype
-            hidden_states = hidden_states + sinusoidal_embedding(passed.positions, size, dtype)
+            hidden_states = hidden_states + sinusoidal_embedding(context.positions, size, dtype)
         return self.dropout(self.embed_norm(hidden_states))
 
 
@@ -943,9 +949,9 @@ class TnnImageModel(TnnPreTrainedModel):
         dtype = parameter_dtype(self.patch_embedding, pixel_values)
         patches = self.patch_embedding(pixel_values.to(dtype)).flatten(2)  # (B, d, L), row by row
         hidden_states = self.dropout(patches.transpose(1, 2))
-        kernels = extensions.kernels_of_layers(self.layers, hidden_states, NO_PASS)
+        kernels = extensions.kernels_of_layers(self.layers, hidden_states, NO_CONTEXT)
         for layer, kernel in zip(self.layers, kernels, strict=True):
-            hidden_states = layer(hidden_states, passed=Pass(prepared=kernel))
+            hidden_states = layer(hidden_states, context=LayerContext(kernel=kernel))
         return BaseModelOutput(last_hidden_state=hidden_states)
 
 

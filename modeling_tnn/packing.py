@@ -45,7 +45,7 @@ class Batches(NamedTuple):
             places = torch.cat([part.t() for part in (places, *others)], dim=1).t()
         return move(places, self, True).unflatten(0, shape)
 
-    def apart(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def map_documents(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """`function(part, real)` of the documents of `x` `(B, L, D)` as batch entries, put together as rows."""
         pairs = zip(self.split(x), self.real, strict=True)
         return self.join([function(part, real) for part, real in pairs], x.shape[:2])

@@ -22,24 +22,24 @@ from .recurrence import FilterRecurrence, Prompt, Recurrence
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, gated_convolution, toeplitz_matmul
 from .toeplitz_fused import NO_GATE, Gate, is_response
 
-# What `ToeplitzOperator.kernel_of` returns: taps, a response, or several parts.
+# Result of `ToeplitzOperator.kernel_of`: taps, a response, or several parts.
 Kernel = torch.Tensor | tuple
 
 
-class Pass(NamedTuple):
-    """What a forward pass of a model hands to a layer, besides the hidden states."""
+class LayerContext(NamedTuple):
+    """Inputs of a layer in a forward pass, besides the hidden states."""
 
     mask: torch.Tensor | None = None  # (B, L), False at padding; None if there is none
     cache: Cache | None = None  # holds the state after earlier tokens
     documents: Documents | None = None  # of packed rows
     layout: tuple | None = None  # how the sequence is divided over processes, see `parallel/sequence.py`
-    view: tuple | None = None  # the masks and rotary positions of attention, see `attention.view_of`
-    prepared: Kernel | None = None  # the kernel of the layer's operator for this length, if it is known already
+    attention_inputs: tuple | None = None  # masks and rotary positions, see `attention.make_attention_inputs`
+    kernel: Kernel | None = None  # the kernel of the layer's operator for this length, if it is known already
     positions: torch.Tensor | None = None  # (B, L) or (1, L), if the model reads them
     past_length: int | None = 0  # number of earlier tokens; None in a compiled step, whose graph does not know it
 
 
-NO_PASS = Pass()
+NO_CONTEXT = LayerContext()
 
 
 class ToeplitzOperator(nn.Module):
@@ -60,7 +60,7 @@ class ToeplitzOperator(nn.Module):
     # The parameters and buffers whose rows belong to channels, each with its number of filters. None: not divisible.
     channel_parameters: dict[str, int] | None = None
     # `parallel/` sets what returns the operator of the channels of this process; None if there are no others.
-    on_this_process: Callable[[], "ToeplitzOperator"] | None = None
+    local_operator: Callable[[], "ToeplitzOperator"] | None = None
     # `compile/regions.py` sets what compiles the kernels of all layers while they are trained.
     regions: Callable | None = None
 
@@ -137,22 +137,22 @@ class ToeplitzOperator(nn.Module):
         require_causal(self)
         return FilterRecurrence(self, self.kernel_length(exact=True), self.refill_phase)
 
-    def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS) -> torch.Tensor:
+    def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """The gated product with `v`, `(B, L, D)` to `(B, L, D)`, in float32 or float64. Do not override it.
 
         With a cache, `v` continues its sequences. The `gate` of the GTU is applied here, because the weights of an
         offloaded model are loaded only while their module runs.
         """
-        if passed.layout is not None:
-            return passed.layout.mix(self, v, gate, passed)
+        if context.layout is not None:
+            return context.layout.mix(self, v, gate, context)
         with maybe_autocast(device_type=v.device.type, enabled=False):
-            if passed.documents is not None:
-                return gate.apply(matmul_of_rows(self, v, gate, passed), self.implementation)
-            if passed.cache is None:
-                return gated_matmul(self, v, gate, passed.prepared)
-            call = partial(continue_sequence, self, passed.cache.layers[self.layer_idx], v, gate, passed.prepared)
+            if context.documents is not None:
+                return gate.apply(matmul_of_rows(self, v, gate, context), self.implementation)
+            if context.cache is None:
+                return gated_matmul(self, v, gate, context.kernel)
+            call = partial(continue_sequence, self, context.cache.layers[self.layer_idx], v, gate, context.kernel)
             # `update` moves the states of an offloaded cache to the device, and away after the call.
-            return passed.cache.update(v, None, self.layer_idx, call)[0] if passed.cache.offloading else call()
+            return context.cache.update(v, None, self.layer_idx, call)[0] if context.cache.offloading else call()
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""
@@ -163,12 +163,12 @@ class ToeplitzOperator(nn.Module):
         return f"channels={self.channels}, causal={self.causal}, product={self.implementation}"
 
 
-def continue_sequence(operator: ToeplitzOperator, layer, v, gate: Gate = NO_GATE, prepared: Kernel | None = None):
+def continue_sequence(operator: ToeplitzOperator, layer, v, gate: Gate = NO_GATE, kernel: Kernel | None = None):
     """The gated product with `v` `(B, L, D)`, which continues the sequences in the `layer` of a cache."""
     state = layer.states.get(operator.state_name)
     if state is not None:
         return state.decode(operator, v, gate)
-    outputs = gated_matmul(operator, v, gate, prepared)  # not detached, so training gets their gradients
+    outputs = gated_matmul(operator, v, gate, kernel)  # not detached, so training gets their gradients
     layer.begin(operator, Prompt(v.detach(), gate._replace(u=None)))
     return outputs
 
@@ -195,28 +195,30 @@ def kernel_arguments(operator: ToeplitzOperator, v: torch.Tensor, as_taps: bool 
     return lags, v.device, as_taps
 
 
-def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, prepared: Kernel | None = None) -> torch.Tensor:
-    """The gated product as a convolution, with the kernel `prepared` if it is known."""
-    kernel = operator.kernel_of(*kernel_arguments(operator, v)) if prepared is None else prepared
+def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Kernel | None = None) -> torch.Tensor:
+    """The gated product as a convolution, with `kernel` if it is known."""
+    kernel = operator.kernel_of(*kernel_arguments(operator, v)) if kernel is None else kernel
     if is_response(kernel):
         return gated_convolution(v, kernel, 0, operator.implementation, gate)
     matmul = causal_toeplitz_matmul if operator.causal else toeplitz_matmul
     return matmul(v, kernel, operator.implementation, gate)
 
 
-def gated_matmul(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, prepared: Kernel | None) -> torch.Tensor:
+def gated_matmul(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Kernel | None) -> torch.Tensor:
     """The product `matmul` inside a gate, by one fused function if it is a convolution."""
     if is_convolution(operator):
-        return convolve(operator, v, gate, prepared)
-    given = () if prepared is None else (prepared,)
+        return convolve(operator, v, gate, kernel)
+    given = () if kernel is None else (kernel,)
     return gate.apply(operator.matmul(gate.inputs(v), *given), operator.implementation)
 
 
-def matmul_of_rows(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
+def matmul_of_rows(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, context: LayerContext) -> torch.Tensor:
     """The products of all documents of packed rows, without the gate around them."""
-    documents, kernel = passed.documents, passed.prepared
+    documents, kernel = context.documents, context.kernel
     if documents.batches is None:
         return operator.matmul_of_documents(gate.inputs(v), documents)
     if kernel is None and is_convolution(operator):
         kernel = operator.kernel_of(*kernel_arguments(operator, v[:, : documents.longest], as_taps=True))
-    return documents.batches.apart(lambda x, real: gated_matmul(operator, x, Gate(None, gate.act, real), kernel), v)
+    return documents.batches.map_documents(
+        lambda x, real: gated_matmul(operator, x, Gate(None, gate.act, real), kernel), v
+    )

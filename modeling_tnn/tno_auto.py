@@ -15,7 +15,7 @@ import torch
 
 from .configuration_tnn import BUILT_IN, OPERATORS, qualified_name, require_operator
 from .numerics import compute_dtype
-from .tno import Pass, ToeplitzOperator
+from .tno import LayerContext, ToeplitzOperator
 from .tno_fd import FdOperator
 from .tno_hyena import HyenaOperator
 from .tno_modal import ModalOperator
@@ -39,18 +39,18 @@ class TwoAxisOperator(ToeplitzOperator):
         """Raise a ValueError: the matrix of an image is Toeplitz in blocks."""
         raise ValueError("`spatial_dims` must be 1 for coefficients, got 2: `rows` and `columns` have coefficients")
 
-    def matmul(self, v: torch.Tensor, prepared: tuple = (None, None)) -> torch.Tensor:
+    def matmul(self, v: torch.Tensor, kernels: tuple = (None, None)) -> torch.Tensor:
         """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`."""
         side = image_side(v.shape[1])
         image = v.unflatten(1, (side, side))  # (B, S, S, D)
-        of_rows, of_columns = (Pass(prepared=kernel) for kernel in prepared)
+        of_rows, of_columns = (LayerContext(kernel=kernel) for kernel in kernels)
 
         def rows(x: torch.Tensor) -> torch.Tensor:
-            return self.rows(x.flatten(0, 1), passed=of_rows).unflatten(0, x.shape[:2])
+            return self.rows(x.flatten(0, 1), context=of_rows).unflatten(0, x.shape[:2])
 
         def columns(x: torch.Tensor) -> torch.Tensor:
             x = x.transpose(1, 2)
-            return self.columns(x.flatten(0, 1), passed=of_columns).unflatten(0, x.shape[:2]).transpose(1, 2)
+            return self.columns(x.flatten(0, 1), context=of_columns).unflatten(0, x.shape[:2]).transpose(1, 2)
 
         return COMBINATIONS[self.mixing](rows, columns, image).flatten(1, 2)
 

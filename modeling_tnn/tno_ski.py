@@ -214,10 +214,10 @@ class SkiOperator(ToeplitzOperator):
         """The coefficients of S and of A."""
         return self.filter.to(self.dtype).flip(1), self.inducing_coefficients(self.grid(length).num_points)
 
-    def matmul(self, v: torch.Tensor, prepared: Kernel | None = None) -> torch.Tensor:
+    def matmul(self, v: torch.Tensor, kernel: Kernel | None = None) -> torch.Tensor:
         x = v.to(torch.promote_types(v.dtype, self.dtype)).permute(2, 0, 1)  # (D, B, L)
         grid = self.grid(x.shape[2])
-        band, coefficients = self.kernel_of(grid.length) if prepared is None else prepared
+        band, coefficients = self.kernel_of(grid.length) if kernel is None else kernel
         near = self._convolve_channels(x, band)  # (D, B, L)
         # On an accelerator two products with a small W are fewer launches than those of all blocks.
         if is_fused(self.implementation) and (is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX):

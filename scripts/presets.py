@@ -19,7 +19,7 @@ from tnn_programs.cli.errors import report_errors
 
 import yaml
 
-from tnn_programs.cli.model_path import configuration_folder, nearest, preset_folders, recipe_files
+from tnn_programs.cli.model_path import configuration_folder, did_you_mean, preset_folders, recipe_files
 from tnn_programs.cli.parser import ProgramParser
 from tnn_programs.cli.training_arguments import PresetTraining, read_presets
 
@@ -142,7 +142,7 @@ def description(name: str) -> Iterator[str]:
     for full, preset in read_presets().items():
         presets |= {full: preset, full.rpartition("/")[2]: preset}
     if name not in presets and name not in recipe_files():
-        hint = nearest(name, [*preset_folders(), *recipe_files()])
+        hint = did_you_mean(name, [*preset_folders(), *recipe_files()])
         raise ValueError(f"The name must be that of a preset or a recipe, got {name}{hint} `tnn presets` lists them.")
     if name in presets:
         yield from describe_preset(presets[name])

@@ -12,7 +12,7 @@ from importlib import import_module
 from tnn_programs.cli.errors import report_errors
 
 from tnn_programs.cli.commands import COMMANDS
-from tnn_programs.cli.model_path import nearest
+from tnn_programs.cli.model_path import did_you_mean
 
 
 def help_text() -> str:
@@ -40,7 +40,9 @@ def main():
         sys.argv = [f"tnn {command}", *options]
         import_module(f"tnn_programs.{COMMANDS[command][0]}").main()
     else:
-        sys.stderr.write(f"error: {command} is not a command of tnn{nearest(command, COMMANDS)} See `tnn --help`.\n")
+        sys.stderr.write(
+            f"error: {command} is not a command of tnn{did_you_mean(command, COMMANDS)} See `tnn --help`.\n"
+        )
         sys.exit(2)
 
 

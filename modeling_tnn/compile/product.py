@@ -73,7 +73,7 @@ def convolution(
     if starts is None:
         y = convolved(v, kernel, first, implementation)
     else:
-        y = padded_batches(starts, None, x.device).apart(product, v)
+        y = padded_batches(starts, None, x.device).map_documents(product, v)
     return y.permute(2, 0, 1).contiguous()
 
 

@@ -34,7 +34,7 @@ from ..extensions import extensions
 from ..inputs import check_attention_mask, token_positions
 from ..numerics import is_on_host, is_traced
 from ..recurrence import DecodingState, FilterRecurrence, Recurrence
-from ..tno import Pass
+from ..tno import LayerContext
 from ..tno_rtf import CHECK_EVERY, CompanionRecurrence, end_block
 from ..toeplitz_fused import NO_GATE, Gate
 
@@ -229,15 +229,15 @@ def form_of(recurrence: Recurrence) -> FixedForm | None:
     return next((form for kind, form in FORMS.items() if isinstance(recurrence, kind)), None)
 
 
-def open_step(passed: Pass, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> Pass | None:
-    """The pass of `tokens` `(B, 1, ...)` if `prepare_step` has made the cache of `passed` ready, else None."""
-    layers, mask = getattr(passed.cache, "layers", ()), passed.mask
+def open_step(context: LayerContext, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> LayerContext | None:
+    """The pass of `tokens` `(B, 1, ...)` if `prepare_step` has made the cache of `context` ready, else None."""
+    layers, mask = getattr(context.cache, "layers", ()), context.mask
     has_masks = isinstance(mask, dict)  # those of attention too
     # `bool` of a list cannot be traced by PyTorch 2.11.
     if tokens.shape[1] != 1 or len(layers) == 0 or not (has_masks or getattr(layers[0], "is_ready", False)):
         return None
     mask = check_attention_mask(mask[TOEPLITZ] if has_masks else mask, tokens, past_length=0)
-    return passed._replace(mask=mask, positions=position_ids, past_length=None)
+    return context._replace(mask=mask, positions=position_ids, past_length=None)
 
 
 def prepare_step(model: nn.Module, inputs: dict) -> dict:
@@ -263,7 +263,7 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         for layer, block in zip(layers, model.layers, strict=True):
             for name, state in layer.states.items() if is_toeplitz(layer) else ():
                 operator = getattr(block.mixer, name)
-                operator = operator.on_this_process() if operator.on_this_process else operator
+                operator = operator.local_operator() if operator.local_operator else operator
                 state.bind_operator(operator, layer.device)
                 prepared.append((state, operator, state.prepare(operator, layer.max_cache_len)))
         write_cursors(prepared)

@@ -18,7 +18,7 @@ from transformers.utils.generic import maybe_autocast
 from ..extensions import extensions
 from ..mixers import TnnS4Mixer
 from ..numerics import is_fused, is_on_host, is_plain, is_traced, must_be_eager
-from ..tno import Pass, ToeplitzOperator, kernel_arguments
+from ..tno import LayerContext, ToeplitzOperator, kernel_arguments
 from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
 from ..tno_s4d import S4dOperator
@@ -37,16 +37,16 @@ OF_THE_LAYER = {"layer_idx", "refill_phase"}
 LARGEST = 2**27
 
 
-def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor, passed: Pass) -> list:
+def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor, context: LayerContext) -> list:
     """The kernels of layers for `hidden_states` `(B, L, d)`; None for attention, and for each that makes its own.
 
     A region makes the kernels of packed rows itself, and each process those of its channels. On the CPU it takes less
     time if each layer makes its own (measured).
     """
-    in_regions = passed.documents is not None and any(layer.training and layer.regions for layer in layers)
-    if passed.past_length != 0 or in_regions or passed.layout is not None or is_on_host(hidden_states):
+    in_regions = context.documents is not None and any(layer.training and layer.regions for layer in layers)
+    if context.past_length != 0 or in_regions or context.layout is not None or is_on_host(hidden_states):
         return [None] * len(layers)
-    hidden_states = hidden_states if passed.documents is None else hidden_states[:, : passed.documents.longest]
+    hidden_states = hidden_states if context.documents is None else hidden_states[:, : context.documents.longest]
     mixing = [layer for layer in layers if getattr(layer, "attention", None) is None]
     kernels = dict(zip(mixing, kernels_together(mixing, hidden_states), strict=False))
     return [kernels.get(layer) for layer in layers]

@@ -17,7 +17,7 @@ from ..kernels.stacking import named_tensors, with_tensors
 from ..numerics import is_traced
 
 # Attributes that a divided operator has in place of those of its class. Its restriction has those of the class.
-OVERRIDDEN = ("forward", "on_this_process")
+OVERRIDDEN = ("forward", "local_operator")
 
 
 def total(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

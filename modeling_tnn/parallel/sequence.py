@@ -24,7 +24,7 @@ from ..cache_tnn import cache_of
 from ..configuration_tnn import HYENA, has_attention
 from ..inputs import check_attention_mask, check_labels, first_real_token, roll
 from ..packing import Documents, positions_of
-from ..tno import Pass, ToeplitzOperator
+from ..tno import LayerContext, ToeplitzOperator
 from ..toeplitz_fused import Gate
 from .channels import LocalOperator, total
 
@@ -49,9 +49,9 @@ class Layout(NamedTuple):
     mask: torch.Tensor | None = None  # (B, L) of booleans, False at padding
     documents: Documents | None = None  # of packed rows
 
-    def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
+    def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, context: LayerContext) -> torch.Tensor:
         """The gated product of an operator, which calls this if the pass has a layout."""
-        return self.parallel.mix(operator, v, gate, passed)
+        return self.parallel.mix(operator, v, gate, context)
 
 
 class AllToAll(torch.autograd.Function):
@@ -100,14 +100,14 @@ class SequenceParallel:
         config.require("layer_types", not has_attention(config), f"'toeplitz' in all layers {why}; use tp_plan='auto'")
         config.require("toeplitz_mixer", config.toeplitz_mixer != HYENA, f"'gtu' or 's4' {why}")
         operators = [layer.mixer.tno for layer in self.base.layers]
-        if any(operator.on_this_process is not None for operator in operators):
+        if any(operator.local_operator is not None for operator in operators):
             raise ValueError("`model` must not be divided over processes already, got one that is")
         self.channels = shares_of(operators[0].channels, self.count)
         self.local_operators = [LocalOperator(operator, self.channels, self.index) for operator in operators]
 
     def __enter__(self) -> "SequenceParallel":
         for local in self.local_operators:
-            local.operator.on_this_process = local
+            local.operator.local_operator = local
         self.base.sequence_parallel = self
         if self.model is not self.base:
             self.hooks = [
@@ -118,7 +118,7 @@ class SequenceParallel:
 
     def __exit__(self, *exception):
         for local in self.local_operators:
-            del local.operator.on_this_process
+            del local.operator.local_operator
         del self.base.sequence_parallel
         for hook in self.hooks:
             hook.remove()
@@ -172,24 +172,24 @@ class SequenceParallel:
         received = AllToAll.apply(torch.cat([part.flatten() for part in parts]), sizes, wanted, self.group)
         return received.view(-1, len(y), len(tokens[self.index])).permute(1, 2, 0)
 
-    def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
+    def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, context: LayerContext) -> torch.Tensor:
         """See `Layout.mix`."""
-        x, layout = gate.inputs(v), passed.layout
+        x, layout = gate.inputs(v), context.layout
         if layout.tokens is None:
             own = self.channels[self.index]
-            mixed = self._product(operator, x[..., slice_of(own)], gate.mask, passed)
+            mixed = self._product(operator, x[..., slice_of(own)], gate.mask, context)
             mixed = self._gather(mixed, 2, [len(channels) for channels in self.channels])
         else:
             x = self._to_channels(x, layout.tokens)
-            mixed = self._product(operator, x, layout.mask, passed._replace(documents=layout.documents))
+            mixed = self._product(operator, x, layout.mask, context._replace(documents=layout.documents))
             mixed = self._to_tokens(mixed, layout.tokens)
         return gate.apply(mixed, operator.implementation)
 
-    def _product(self, operator, x: torch.Tensor, mask: torch.Tensor | None, passed: Pass) -> torch.Tensor:
+    def _product(self, operator, x: torch.Tensor, mask: torch.Tensor | None, context: LayerContext) -> torch.Tensor:
         """Return the product with all tokens `x` `(B, L, D / P)`, which are zero at padding."""
-        own, passed = operator.on_this_process(), Pass(cache=passed.cache, documents=passed.documents)
-        if mask is None or passed.documents is not None or own.shift_invariant:
-            return own(x, passed=passed)
+        own, context = operator.local_operator(), LayerContext(cache=context.cache, documents=context.documents)
+        if mask is None or context.documents is not None or own.shift_invariant:
+            return own(x, context=context)
         first = first_real_token(mask)
         return roll(own(roll(x, -first)), first)
 
@@ -204,21 +204,21 @@ class SequenceParallel:
             )
         return not whole
 
-    def divide(self, tokens: torch.Tensor, passed: Pass) -> tuple[torch.Tensor, Pass]:
+    def divide(self, tokens: torch.Tensor, context: LayerContext) -> tuple[torch.Tensor, LayerContext]:
         """The tokens of this process, of `(B, L)` ids or `(B, L, d)` embeddings, and their pass.
 
         All tokens, of which each process computes its channels, if they are few or continue others.
         """
-        if not self._is_divided(tokens, passed.cache):
-            return tokens, passed._replace(layout=Layout(self))
+        if not self._is_divided(tokens, context.cache):
+            return tokens, context._replace(layout=Layout(self))
         if self.base.training and self.base.config.norm_type == "batchnorm":
             raise ValueError("`norm_type` must be a norm of single tokens to train on a divided text, got 'batchnorm'")
-        mask, documents = check_attention_mask(passed.mask, tokens, 0), passed.documents
+        mask, documents = check_attention_mask(context.mask, tokens, 0), context.documents
         positions, shares = positions_of(documents, mask, 0, tokens), self.tokens_of(tokens.shape[1])
-        passed = passed._replace(documents=None, layout=Layout(self, shares, mask, documents))
+        context = context._replace(documents=None, layout=Layout(self, shares, mask, documents))
         own = slice_of(shares[self.index])
         mask = None if mask is None else mask[:, own]
-        return tokens[:, own], passed._replace(mask=mask, positions=positions[:, own])
+        return tokens[:, own], context._replace(mask=mask, positions=positions[:, own])
 
     def _before_head(self, model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give a language model the labels, or the positions that get logits, of the tokens of this process."""

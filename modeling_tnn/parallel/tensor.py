@@ -104,7 +104,7 @@ class OperatorStyle(TensorParallelLayer):
             filters = module.channel_parameters.get(name)
             if filters is not None and can_be_divided(len(parameter), filters, channels_of(module), mesh.size()):
                 divide(module, name, mesh, filters)
-        module.on_this_process = own
+        module.local_operator = own
         module.forward = lambda *args, **kwargs: own().forward(*args, **kwargs)
         return module
 

@@ -79,7 +79,7 @@ def new_folder(target: Path, accelerator: "Accelerator | None" = None) -> Abstra
         _flush(target.parent)
         _leave_behind(old, target)
 
-    return _written(partial(target), target, accelerator, publish)
+    return _written(partial_path(target), target, accelerator, publish)
 
 
 def new_files(target: Path, accelerator: "Accelerator | None" = None) -> AbstractContextManager[Path]:
@@ -99,8 +99,8 @@ def check_writable(file: Path):
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
             raise ValueError(f"{file} cannot be written: it is a folder.")
-        partial(file).touch()
-        partial(file).unlink()
+        partial_path(file).touch()
+        partial_path(file).unlink()
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror or error}.") from error
 
@@ -121,7 +121,7 @@ def check_overwriting(folder: Path, overwrite: bool, source: str | Path | None =
         )
 
 
-def partial(target: Path) -> Path:
+def partial_path(target: Path) -> Path:
     """The hidden name under which `target` is written."""
     return target.with_name(f".{target.name}{PARTIAL}")
 
@@ -147,10 +147,10 @@ def write_json(path: Path, values: dict | list):
 
 def write_text(path: Path, text: str):
     """Write a text file. It is complete or absent; after a SavingError as before."""
-    with saving_errors(path, partial(path)):
-        partial(path).write_text(text, encoding="utf-8")
-        _flush(partial(path))
-        os.replace(partial(path), path)
+    with saving_errors(path, partial_path(path)):
+        partial_path(path).write_text(text, encoding="utf-8")
+        _flush(partial_path(path))
+        os.replace(partial_path(path), path)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from tnn_programs.cli.declared import DECLARED
-from tnn_programs.cli.model_path import nearest
+from tnn_programs.cli.model_path import did_you_mean
 from tnn_programs.cli.sampling import check_sampling
 from tnn_programs.cli.text_files import check_text
 
@@ -34,7 +34,7 @@ def read_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
         if field in OTHER_OUTPUTS:
             parser.error(f"{name} must not be given: this program writes text")
         if not name.startswith("--") or field not in FIELDS or value is None:
-            hint = nearest(field, FIELDS, "--")
+            hint = did_you_mean(field, FIELDS, "--")
             given = f"{name} {value or '(no value)'}"
             parser.error(f"options must be those of this program or GenerationConfig, got {given}{hint}")
         check_text(name, value)

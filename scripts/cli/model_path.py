@@ -34,8 +34,8 @@ CONFIGS = ("config.json", "adapter_config.json")
 TOKENIZERS = ("*token*.*", "vocab*.*", "*.model")
 
 
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message: `; did you mean ...?` with the nearest known name, or a full stop."""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message: `; did you mean ...?` with the did_you_mean known name, or a full stop."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else "."
 
@@ -72,7 +72,7 @@ def find_config(name: str, option: str = "--config_name") -> str:
     # Other names are those of the Hub, even if one is a little like that of a preset: t5-small.
     close = "/" not in name and get_close_matches(name, presets, 1, cutoff=0.9)
     if close or name.startswith("tnn-") or name.partition("/")[0] in folders:
-        hint = nearest(name, presets)
+        hint = did_you_mean(name, presets)
         raise ValueError(
             f"{option} must be a preset, a folder or a Hub id, got {name}{hint} `tnn presets` lists them."
         )
@@ -86,7 +86,7 @@ def find_recipe(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     if name not in recipes:
-        hint = nearest(name, recipes)
+        hint = did_you_mean(name, recipes)
         raise ValueError(f"--recipe must be a recipe or a file, got {name}{hint} `tnn presets` lists them.")
     return recipes[name]
 
@@ -100,7 +100,7 @@ def check_path(name: str, option: str):
     if name and not is_path:
         return NOTICES.append(f"{name} is not a folder here: trying the Hub")
     siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = nearest(path.name, siblings, name.removesuffix("/").removesuffix(path.name))
+    hint = did_you_mean(path.name, siblings, name.removesuffix("/").removesuffix(path.name))
     raise ValueError(f"{option} must be a folder or a Hub id, got {name!r}, which is not a folder here{hint}")
 
 

@@ -21,7 +21,7 @@ from tnn_programs.cli.errors import importing, leave
 import yaml
 
 from tnn_programs.cli.commands import COMMAND_OF
-from tnn_programs.cli.model_path import find_config, find_recipe, nearest
+from tnn_programs.cli.model_path import did_you_mean, find_config, find_recipe
 
 if TYPE_CHECKING:  # a command line is read before this is imported
     from transformers import PreTrainedConfig
@@ -266,7 +266,7 @@ class ProgramParser(argparse.ArgumentParser):
             name = argument.partition("=")[0]
             if not name.startswith("--"):
                 self.error(f"{argument!r} does not belong to an option")
-            hint = nearest(name.removeprefix("--"), self.option_names(), "--")
+            hint = did_you_mean(name.removeprefix("--"), self.option_names(), "--")
             self.error(f"{name} is not an option of this program{hint}")
 
     def option_names(self) -> list[str]:
@@ -323,7 +323,7 @@ def parse_overrides(
         reason = " ".join(str(error).split())
         raise ValueError(f"{option} must have the form name=value,name=value, got {text}: {reason}") from error
     if unknown := [name for name in fields if not hasattr(known, name)]:
-        hint = nearest(unknown[0], known.to_dict())
+        hint = did_you_mean(unknown[0], known.to_dict())
         raise ValueError(f"{option} must be fields of {type(known).__name__}, got {', '.join(unknown)}{hint}")
     return fields
 
@@ -387,7 +387,7 @@ def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[s
     names = {argument.partition("=")[0] for argument in given}
     for name, value in recipe.items():
         if name not in known:
-            raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
+            raise ValueError(f"--recipe {file}: {name} is not an option of this program{did_you_mean(name, known)}")
         if value is None or REPLACED_BY.get(name) in names or (name in OF_DATA and names & DATA):
             continue
         values = value if isinstance(value, list) else [value]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tnn_programs.cli.declared import NAMES
-from tnn_programs.cli.model_path import check_path, configuration_folder, find_config, nearest
+from tnn_programs.cli.model_path import check_path, configuration_folder, did_you_mean, find_config
 from tnn_programs.cli.parser import check_counts, load_config, option, require
 from tnn_programs.cli.text_files import check_file, check_source, is_fasta
 
@@ -215,7 +215,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
-                hint = nearest(value, allowed, f"--{name} ")
+                hint = did_you_mean(value, allowed, f"--{name} ")
                 first = f"{hint[2:]} " if hint != "." else ""  # the list may be long
                 raise ValueError(f"{first}--{name} must be one of {', '.join(allowed)}, got {value}")
         self.config_name = find_config(self.config_name or DEFAULT_PRESETS[self.objective])

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError, ValidationError, from_json
 
-from tnn_programs.cli.model_path import nearest
+from tnn_programs.cli.model_path import did_you_mean
 from tnn_programs.serving.http import ApiError
 
 # The most stop strings of a text, and the characters of one; answers to a prompt; prompts of a request, and texts of
@@ -49,7 +49,7 @@ class Given(BaseModel):
             if name in known:
                 asked[name] = value
             elif value not in (*NOTHING, *DEFAULTS.get(name, ())):
-                hint = nearest(name[:50], known).replace(".", "; leave it out.")
+                hint = did_you_mean(name[:50], known).replace(".", "; leave it out.")
                 raise PydanticCustomError(
                     "extra_forbidden", "`{name}` is not supported{hint}", {"name": name[:50], "hint": hint}
                 )

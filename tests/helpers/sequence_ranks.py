@@ -110,7 +110,7 @@ def check(tno_type: str, causal: bool, fields: dict, given) -> dict:
         parallel.add_gradients()
         model.eval()
         logits = parallel.gather(model(**given).logits, text.shape[1])
-    assert not any({"on_this_process", "sequence_parallel"} & vars(module).keys() for module in model.modules())
+    assert not any({"local_operator", "sequence_parallel"} & vars(module).keys() for module in model.modules())
     assert not model._forward_hooks and not model._forward_pre_hooks
     return {
         "loss": ranks.worst([abs(loss.item() - wanted_loss.item())]),

@@ -100,7 +100,7 @@ def check(tno_type: str, causal: bool, fields: dict) -> dict:
         (one * weights).sum().backward()
     found["gradients"] = ranks.worst([gradient_error(divided, model)])
     operator = divided.model.layers[0].mixer.tno
-    local = operator.on_this_process() if operator.on_this_process else operator
+    local = operator.local_operator() if operator.local_operator else operator
     found["channels"] = sum(gathered(local.channels))
     found["replicated"] = replicated(operator)
     found["replicated of the mixer"] = [one for one in replicated(divided.model.layers[0].mixer) if "tno." not in one]

@@ -10,10 +10,10 @@ from helpers.hybrids import DIRECTIONS, HEADS, HYBRIDS, ROPE, attention_by_defin
 from helpers.mixers import MIXED, MixerTests
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.attention import view_of
+from modeling_tnn.attention import make_attention_inputs
 from modeling_tnn.inputs import token_positions
 from modeling_tnn.plotting.reading import read_model
-from modeling_tnn.tno import Pass
+from modeling_tnn.tno import LayerContext
 from tnn_programs.cli.parser import load_config, parse_overrides
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
@@ -36,12 +36,15 @@ class HybridTests(MixerTests):
         """Values and gradients, with padding before, behind and inside texts."""
         model = self.build(causal).double().model
         x, real = torch.randn(3, 19, 32, dtype=torch.float64, requires_grad=True), MASK.bool()
-        view = view_of(model, x, MASK, None, token_positions(MASK, 0, x), None)
+        inputs = make_attention_inputs(model, x, MASK, None, token_positions(MASK, 0, x), None)
         for layer in model.layers:
             if layer.attention is None:
                 continue
             parameters = [x, *layer.attention.parameters()]
-            found, expected = layer.attention(x, Pass(view=view))[0], attention_by_definition(layer.attention, x, MASK)
+            found, expected = (
+                layer.attention(x, LayerContext(attention_inputs=inputs))[0],
+                attention_by_definition(layer.attention, x, MASK),
+            )
             assert relative_error(found[real], expected[real]) < 1e-6
             gradients, wanted = (torch.autograd.grad(y[real].square().sum(), parameters) for y in (found, expected))
             assert max(relative_error(a, b) for a, b in zip(gradients, wanted, strict=True)) < 1e-6

@@ -28,7 +28,7 @@ from modeling_tnn import DecodingStep, SequenceParallel, TnnForCausalLM, TnnForM
 from modeling_tnn.configuration_tnn import MIXERS
 from modeling_tnn.mixers import ShortConvolution
 from modeling_tnn.modeling_tnn import TOEPLITZ_MIXERS
-from modeling_tnn.tno import Pass
+from modeling_tnn.tno import LayerContext
 
 
 class TestGatedToeplitzUnit(MixerTests):
@@ -74,7 +74,9 @@ def test_an_offloaded_cache():
     cache = DynamicCache()
     cache.offloading = True
     with pytest.raises(ValueError, match="`past_key_values` must stay on the device .*, got an offloaded cache"):
-        ShortConvolution(tiny_config(toeplitz_mixer="hyena")).forward(random(1, 1, 192), passed=Pass(cache=cache))
+        ShortConvolution(tiny_config(toeplitz_mixer="hyena")).forward(
+            random(1, 1, 192), context=LayerContext(cache=cache)
+        )
 
 
 @pytest.mark.parametrize("name", MIXED)

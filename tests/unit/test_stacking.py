@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics
 from modeling_tnn.kernels.stacking import kernels_of_layers
-from modeling_tnn.tno import NO_PASS
+from modeling_tnn.tno import NO_CONTEXT
 
 FIELDS = {
     "rpe": [{"decay": None}, {"learnable_decay": True}, {"rpe_window": 9, "rpe_input": "sinusoidal"},
@@ -43,7 +43,7 @@ def kernels(model, length: int = 11, device: str = "cpu") -> list:
     """As `TnnModel` asks for them."""
     hidden_states = torch.zeros(1, length, model.config.hidden_size, device=device)
     layers = model.model.layers
-    return kernels_of_layers(layers, hidden_states, NO_PASS)
+    return kernels_of_layers(layers, hidden_states, NO_CONTEXT)
 
 
 def is_stacked(model) -> bool:
@@ -136,7 +136,7 @@ class Wrapper(nn.Module):
         self.layer = layer
 
     def forward(self, hidden_states, **given):
-        assert given["passed"].prepared is None
+        assert given["context"].kernel is None
         return self.layer(hidden_states, **given)
 
 
