@@ -201,8 +201,9 @@ def read_training_arguments(report: dict) -> dict:
 
 def language_of(arguments: dict) -> str | None:
     """The language of the training data, if it is known; a task without a data set is one of GLUE."""
-    data = arguments.get("dataset_name") or ("nyu-mll/glue" if arguments.get("task_name") else None)
-    return "en" if data in ENGLISH else None
+    data = arguments.get("dataset_name") or ("nyu-mll/glue" if arguments.get("task_name") else "")
+    several = data.split() if data else [None]
+    return "en" if data in ENGLISH or set(several) <= set(ENGLISH) else None
 
 
 def read_evaluation(report: dict, folder: Path | None = None, config: TnnConfig | None = None) -> dict:

@@ -107,6 +107,8 @@ def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
     assert found.data.language == "en" and found.data.license is None
     of_files = {"task_name": None, "dataset_name": None, "train_file": "news.csv"}
     assert card_inputs.language_of(of_files) is None and card_inputs.language_of({"task_name": "sst2"}) == "en"
+    for several, language in (("wikitext Salesforce/wikitext", "en"), ("wikitext other/data", None)):
+        assert card_inputs.language_of({"dataset_name": several}) == language
     assert found.data.eval_results[0].dataset_name == "the King James Bible"
 
 
