@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_programs.cli.atomic import check_overwriting, partial, read_json, write_json
+from tnn_programs.cli.atomic import check_overwriting, partial_path, read_json, write_json
 from tnn_programs.cli.model_path import fault_of
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def remove_others(output_dir: Path, resumed: Path | None):
 
 def _remove(found: list[Path]):
     for checkpoint in found:
-        hidden = partial(checkpoint)  # under its own name a half-removed checkpoint would look complete
+        hidden = partial_path(checkpoint)  # under its own name a half-removed checkpoint would look complete
         checkpoint.rename(hidden)
         shutil.rmtree(hidden)
 
