@@ -72,7 +72,7 @@ class Extensions:
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 
     def open_step(self, context, tokens, position_ids):  # compile/static_cache.py
-        """The pass of the tokens for which `prepare_step` has made the cache of `context` ready, or None."""
+        """The context of a step of tokens that `prepare_step` has made ready, or None."""
 
     def prepare_step(self, model, inputs: dict) -> dict:  # compile/static_cache.py
         """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""

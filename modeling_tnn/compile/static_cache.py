@@ -230,7 +230,7 @@ def form_of(recurrence: Recurrence) -> FixedForm | None:
 
 
 def open_step(context: LayerContext, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> LayerContext | None:
-    """The pass of `tokens` `(B, 1, ...)` if `prepare_step` has made the cache of `context` ready, else None."""
+    """The context of a step of `tokens` `(B, 1, ...)` that `prepare_step` has made ready, or None."""
     layers, mask = getattr(context.cache, "layers", ()), context.mask
     has_masks = isinstance(mask, dict)  # those of attention too
     # `bool` of a list cannot be traced by PyTorch 2.11.

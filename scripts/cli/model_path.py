@@ -35,7 +35,7 @@ TOKENIZERS = ("*token*.*", "vocab*.*", "*.model")
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message: `; did you mean ...?` with the did_you_mean known name, or a full stop."""
+    """The end of a message: `; did you mean ...?` with the nearest known name, or a full stop."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else "."
 
