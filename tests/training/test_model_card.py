@@ -36,9 +36,12 @@ def test_cards_are_what_their_inputs_say():
 
 
 def test_a_model_of_no_class(tmp_path):
-    """A configuration may name anything."""
+    """A configuration may name anything. transformers 5.17 refuses it itself."""
     (tmp_path / "config.json").write_text('{"model_type": "tnn", "architectures": 3}')
-    with pytest.raises(ValueError, match=f"The model must be a .*, got tnn 3 in {tmp_path}"):
+    with pytest.raises(
+        ValueError,
+        match=f"The model must be a .*, got tnn 3 in {tmp_path}|The configuration of {tmp_path} .*architectures",
+    ):
         card_inputs.load(tmp_path)
 
 
