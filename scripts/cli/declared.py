@@ -33,8 +33,8 @@ def start(options: type, description: str, program: str, *needed: str, **default
     """
     args, given = parse_arguments([options, training_options(**defaults)], description)
     with importing("training", *needed):
+        run = import_module(f"tnn_programs.training.{program}").run  # first: it names what is not installed
         training = trainer_arguments(given)
-        run = import_module(f"tnn_programs.training.{program}").run
     run(args, training)
 
 
