@@ -205,7 +205,8 @@ def test_one_node_for_each_product(tno_type, causal, strict):
     model = language_model(tno_type, causal)
     with keep_products():
         program = exported_products(model, strict)
-        packed = None if strict else exported_products(model, packed=True).module()
+        packs = not strict and tno_type != "ski"  # SKI refuses packed rows in a graph
+        packed = exported_products(model, packed=True).module() if packs else None
     assert products(program) == (2 if tno_type == "ski" else 1)
     check(program.module(), model, (1, 2, 17, 63, 64, 65, 256))
     if packed:
