@@ -144,7 +144,8 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def leave(message: str, status: int):
-    """End the program with a line on stderr."""
+    """End the program with a line on stderr, which may not take the lone surrogates that a damaged file can name."""
+    message = message.encode("utf-8", "backslashreplace").decode("utf-8")
     sys.stderr.write(f"error: {message}\n")
     end = SystemExit(f"error: {message}")
     end.code = status

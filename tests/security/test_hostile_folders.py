@@ -145,6 +145,7 @@ NAMED = [
     ("served", "generation_config.json", '{"top_k": []}'),
     ("generate", "tokenizer.json", "[]"),
     ("evaluate_lm", "tokenizer_config.json", '{"tokenizer_class": []}'),
+    ("evaluate_lm", "config.json", '{"model_type": "tnn", "dtype": "\\ud800"}'),
     ("generate", "adapter_config.json", "[]"),
     ("served", "model.safetensors", "\x00" * 20),
 ]
