@@ -135,7 +135,8 @@ class BatchNorm(nn.BatchNorm1d):
 
     def __init__(self, size: int):
         super().__init__(size)
-        self._apply(lambda tensor: tensor)  # the default dtype may be a half
+        mean, var = self.running_mean, self.running_var  # the default dtype may be a half
+        self.running_mean, self.running_var = (one.to(compute_dtype(one.dtype)) for one in (mean, var))
 
     def _apply(self, fn, recurse=True):
         return super()._apply(without_narrowing(fn, (self.running_mean, self.running_var)), recurse)
