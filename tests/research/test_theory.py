@@ -8,9 +8,11 @@ from torch.nn.functional import conv1d, pad
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from helpers.models import random, relative_error, seeded, tiny_config, two_sided
+from helpers.operators import advance
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
+from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_rtf import companion_matrix, monic
+from modeling_tnn.tno_rtf import companion_matrix, monic, rational_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +64,7 @@ def test_convolutions(size):
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_alibi_is_a_decay_of_the_exponentials(heads):
-    """Equations 6 to 8: it multiplies them, entry by entry, with the Toeplitz matrix of lambda^(i - j).
-
-    Without queries and keys: the decayed sum of the values over that of ones, which the softmax divides by.
-    """
+    """Equations 6 to 8: it multiplies them, entry by entry, with the Toeplitz matrix of lambda^(i - j)."""
     length = 33
     bias, rates = alibi(heads, length)
     scores, kernel = random(heads, length, length), rates[:, None] ** torch.arange(length)
@@ -73,11 +72,18 @@ def test_alibi_is_a_decay_of_the_exponentials(heads):
     expected = (scores.exp() * dense_toeplitz(two_sided(kernel))).tril()
     weights = (scores + bias).masked_fill(future, -torch.inf).softmax(dim=-1)
     torch.testing.assert_close(weights, expected / expected.sum(dim=-1, keepdim=True))
-    weights, v = bias.masked_fill(future, -torch.inf).softmax(dim=-1), random(2, length, heads)  # (H, L, L)
-    expected = torch.einsum("hij,bjh->bih", weights, v)
-    actual = causal_toeplitz_matmul(v, kernel) / causal_toeplitz_matmul(torch.ones_like(v), kernel)
-    assert relative_error(actual, expected) < 1e-13
+    weights = bias.masked_fill(future, -torch.inf).softmax(dim=-1)
     assert (weights[:, -1, -1] / weights[:, 0, 0] < 0.7).all(), "so the matrix of the softmax is no Toeplitz matrix"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_relative_positions_without_queries_and_keys(causal):
+    """Equation 9 with any T: the product of exp(T) with the values over that with ones, by which softmax divides."""
+    lags, v = random(3, 65), random(2, 33, 3)
+    lags = lags.where(torch.arange(65) >= (32 if causal else 0), -torch.inf)
+    expected = torch.einsum("hij,bjh->bih", dense_toeplitz(lags).softmax(dim=-1), v)
+    actual = toeplitz_matmul(v, lags.exp()) / toeplitz_matmul(torch.ones_like(v), lags.exp())
+    assert relative_error(actual, expected) < 1e-13
 
 
 def alibi(heads: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,6 +153,48 @@ def test_a_state_space_model_is_an_rtf_operator(order, size):
         companion = companion_matrix(form.denominator)[channel].numpy(), np.eye(order, 1), b[None, 1:], system[3]
         for response in (long_division, modal, zeros_and_poles, impulse_response(companion, 200)):
             assert np.allclose(response, taps[channel], atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [8, 9, 40])
+@torch.no_grad()
+def test_a_truncated_transfer_function(size):
+    """RTF lemmas 3.2 to 3.4, equation 13: taps by samples without a tail. Of l = 8 samples tap l falls on tap 0."""
+    length, roots = 8, np.exp(2j * np.pi * np.arange(size) / size)
+    given, read, direct = (system := random_system(5, 0))[1:]
+    transition, taps = system[0], impulse_response(system, 400)
+    resolvents = np.linalg.inv(roots[:, None, None] * np.eye(5) - transition)
+    whole = (read @ resolvents @ given + direct).ravel()
+    assert np.allclose(whole, np.polynomial.polynomial.polyval(1 / roots, taps))  # it converges on the unit circle
+    power = np.linalg.matrix_power(transition, length)
+    tail = (read @ power @ resolvents @ given).ravel() * roots**-length
+    expected = np.zeros(max(size, length + 1))
+    expected[: length + 1] = taps[: length + 1]
+    if size == length:
+        expected[0] += expected[length]
+        below, shorter = np.poly(transition), read @ (np.eye(5) - power)
+        above = np.poly(transition - given @ shorter) - below
+        samples = np.fft.fft(above, size) / np.fft.fft(below, size) + direct.item()  # of padded coefficients
+        kernel = rational_kernel(*(torch.from_numpy(one[None, 1:]) for one in (below, above)), size)
+        assert np.allclose(samples, whole - tail) and np.allclose(kernel[0, 1:], expected[1:length])
+    assert np.allclose(np.fft.ifft(whole - tail), expected[:size])
+
+
+@torch.no_grad()
+def test_an_initial_state():
+    """RTF A.1.5: after a prompt that leaves the state x, C A^t x is added to the outputs of what follows."""
+    operator, layer, prompt, v = rtf_operator(rtf_constraint="l1_montel"), TnnCacheLayer(), *random(2, 2, 30, 4)
+    advance(layer, prompt, operator)
+    form, state, echo = operator.companion_form(), torch.zeros(2, 4, 8, 1, dtype=v.dtype), []
+    matrix = companion_matrix(form.denominator)  # (D, N, N)
+    for u in prompt.unbind(1):
+        state = matrix @ state
+        state[..., 0, 0] += u
+    for _ in range(v.shape[1]):
+        echo.append((form.numerator[:, None] @ state)[..., 0, 0])
+        state = matrix @ state
+    expected = causal_toeplitz_matmul(v, operator.coefficients(30)) + torch.stack(echo, dim=1)
+    assert relative_error(advance(layer, v, operator), expected) < 1e-12
+    assert torch.stack(echo).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("size", [64, 63])
