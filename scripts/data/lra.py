@@ -137,6 +137,8 @@ class Task:
             generated rows (None for the official one), the largest number of tokens and, for retrieval, a column.
         encode: gives `input_ids` (two lists a row for pairs) and `labels` of raw rows of a batch.
         tokenizer: gives the tokenizer of a text; None for pixels, whose values are the ids.
+        grey: mean and deviation of S4's code, by which a model of real values reads pixels.
+        held_out: share of the training rows that validates if the source has no split for it; 0: the test rows do.
         smaller: numbers of pixels of other pictures of the task; a picture cannot be cut.
     """
 
@@ -145,6 +147,8 @@ class Task:
     max_length: int  # in tokens
     num_labels: int
     tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None
+    grey: tuple[float, float] | None = None
+    held_out: float = 0.0
     smaller: tuple[int, ...] = ()
 
     @property
@@ -180,8 +184,7 @@ def load_listops(source: str | None, rows: int | None, max_length: int) -> Datas
 
 
 def load_text(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
-    data = load_dataset("stanfordnlp/imdb") if source is None else load_dataset(source, "imdb")
-    return DatasetDict(train=data["train"], test=data["test"])
+    return load_dataset("stanfordnlp/imdb") if source is None else load_dataset(source, "imdb")
 
 
 def load_retrieval(source: str | None, rows: int | None, max_length: int, column: str | None = None) -> DatasetDict:
@@ -270,9 +273,9 @@ TASKS = {
     "listops": Task(load_listops, encode_listops, 2048, 10, listops_tokenizer),
     "text": Task(load_text, encode_text, 4096, 2, byte_tokenizer),
     "retrieval": Task(load_retrieval, encode_pair, 4000, 2, byte_tokenizer),
-    "image": Task(load_image, encode_pixels, 1024, 10),
-    "pathfinder": Task(load_pathfinder, encode_pixels, 32**2, 2, smaller=(16**2,)),
-    "path-x": Task(load_pathfinder, encode_pixels, 128**2, 2),
+    "image": Task(load_image, encode_pixels, 1024, 10, grey=(122.6, 61.0), held_out=0.1),
+    "pathfinder": Task(load_pathfinder, encode_pixels, 32**2, 2, grey=(127.5, 127.5), smaller=(16**2,)),
+    "path-x": Task(load_pathfinder, encode_pixels, 128**2, 2, grey=(127.5, 127.5)),
 }
 
 
@@ -284,7 +287,7 @@ def load_task(
     eval_rows: int | None = None,
     pair_column: str | None = None,
 ) -> tuple[Task, DatasetDict]:
-    """A task and its encoded splits train, validation (the test split if there is none) and test.
+    """A task and its encoded splits train, validation (see `Task.held_out` if there is none) and test.
 
     Args:
         source: a Hub id or a folder; None for the usual source, or for generated data.
@@ -301,11 +304,11 @@ def load_task(
             raise ValueError(f"--max_length must be {known}, the pixels of {name}, got {max_length}")
         task = replace(task, max_length=max_length)
     raw = task.load(source, rows, task.max_length, **({} if pair_column is None else {"column": pair_column}))
-    encoded = DatasetDict()
-    for split, samples in raw.items():
-        encoded[split] = encode_split(task, limit(samples, rows if split == "train" else eval_rows))
-    encoded.setdefault("validation", encoded["test"])
-    return task, encoded
+    if task.held_out and "validation" not in raw:
+        raw["train"], raw["validation"] = raw["train"].train_test_split(test_size=task.held_out, seed=0).values()
+    counts = {"train": rows, "validation": eval_rows, "test": eval_rows}
+    encoded = {split: encode_split(task, limit(raw[split], counts[split])) for split in counts if split in raw}
+    return task, DatasetDict({"validation": encoded["test"]} | encoded)
 
 
 def limit(rows: Dataset, count: int | None) -> Dataset:

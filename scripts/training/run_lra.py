@@ -57,9 +57,19 @@ def collate_pairs(tokenizer):
     return collate
 
 
-def build_collator(args: "ClassifierArguments", tokenizer):
+def collate_values(mean: float, deviation: float):
+    """The batch of pictures whose grey values are read as numbers `(B, L, 1)`."""
+
+    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+        batch = default_data_collator(rows)
+        return {"input_values": (batch["input_ids"][..., None] - mean) / deviation, "labels": batch["labels"]}
+
+    return collate
+
+
+def build_collator(args: "ClassifierArguments", tokenizer, grey: tuple[float, float] | None):
     if tokenizer is None:
-        return default_data_collator
+        return default_data_collator if grey is None else collate_values(*grey)
     return collate_pairs(tokenizer) if args.task == "retrieval" else DataCollatorWithPadding(tokenizer)
 
 
@@ -70,13 +80,14 @@ def run(args: "ClassifierArguments", training: TrainingArguments):
         task, data = load_task(args.task, args.dataset_path, *sizes, args.pair_column)
         model = build_model(args, build_config(args, task))
         tokenizer = None if task.tokenizer is None else task.tokenizer()
+        grey = task.grey if getattr(model.config, "input_channels", None) else None
         trainer = GroupingTrainer(
             model=model,
             args=training,
             train_dataset=data["train"],
             eval_dataset=data["validation"],
             processing_class=tokenizer,
-            data_collator=build_collator(args, tokenizer),
+            data_collator=build_collator(args, tokenizer, grey),
             compute_metrics=accuracy,
             callbacks=[PoleCallback()],
             groups=args.groups(),
@@ -86,4 +97,4 @@ def run(args: "ClassifierArguments", training: TrainingArguments):
             extra = load_dataset(args.dataset_path, args.extra_test, split="test")
             tests[args.extra_test] = encode_split(task, limit(extra, args.max_eval_samples))
         labels = {name: rows["labels"] for name, rows in ({"train": data["train"]} | tests).items()}
-        train_classifier(trainer, args, tests, labels, args.task, max_length=task.max_length)
+        train_classifier(trainer, args, tests, labels, args.task, max_length=task.max_length, grey=grey)

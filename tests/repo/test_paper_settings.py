@@ -24,6 +24,7 @@ def rtf_table_8(layers: int, width: int, states: int, denominators: int | None) 
 
 RTF_SIZES = {**dict.fromkeys(("listops", "text", "retrieval"), (6, 256, 4, 1)), "image": (6, 512, 64, 1),
              **dict.fromkeys(("pathfinder", "path-x"), (6, 256, 64, None))}  # fmt: skip
+PIXELS = ("image", "pathfinder", "path-x")
 
 
 def ski_section_52(decay: float, rank: int, taps: int) -> dict:
@@ -50,7 +51,7 @@ PRESETS = {
     "lra/ski-path-x": ski_section_52(0.999, 32, 16),
     **{f"lra/rtf-{task}": rtf_table_8(*sizes) for task, sizes in RTF_SIZES.items()},
     **{f"lra/rtf-s4-{task}": rtf_table_8(*sizes) | {"toeplitz_mixer": "s4", "use_glu": False}
-       for task, sizes in RTF_SIZES.items()},
+       | {"input_channels": 1 if task in PIXELS else None} for task, sizes in RTF_SIZES.items()},
     # RTF tables 12 and 13.
     "tnn-causal-s4-rtf": {"toeplitz_mixer": "s4", "tno_type": "rtf", "rtf_state_size": 64},
     "tnn-causal-hyena-rtf": {"toeplitz_mixer": "hyena", "num_hidden_layers": 12, "hidden_size": 768, "hyena_rank": 384,
@@ -60,7 +61,7 @@ PRESETS = {
                            "hyena_filter_order": 64, "hyena_filter_emb_dim": 5, "hyena_filter_length": 32770},
     # TNN table 14 says "the original size of S4": its depth and width are in RTF table 8.
     **{f"lra/tnn-large-{task}": {"num_hidden_layers": 6, "hidden_size": 512 if task == "image" else 256}
-       for task in ("listops", "text", "retrieval", "image", "pathfinder", "path-x")},
+       for task in ("listops", "text", "retrieval", *PIXELS)},
 }  # fmt: skip
 
 LM = {"max_steps": 50_000, "adam_beta1": 0.9, "adam_beta2": 0.98, "learning_rate": 5e-4, "weight_decay": 0.2}
@@ -122,7 +123,7 @@ DIFFERENT = {
 
 
 def settings_of(recipe: str) -> dict:
-    """The options of a recipe, with the whole batch and the dropout of its preset."""
+    """The options of a recipe, with the whole batch and, for the Long Range Arena, the fields of the model."""
     fields = yaml.safe_load((ROOT / "configuration" / "recipes" / f"{recipe}.yaml").read_text())
     numbers = {name: float(value) for name, value in fields.items() if name.endswith(("_rate", "_epsilon"))}
     fields |= numbers  # YAML reads 1e-6 as a text
@@ -131,7 +132,7 @@ def settings_of(recipe: str) -> dict:
     else:
         fields["batch"] = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
     if recipe.startswith("lra/"):
-        fields["hidden_dropout_prob"] = load_preset(fields["config_name"]).hidden_dropout_prob
+        fields = load_preset(fields["config_name"]).to_dict() | fields
         if fields.get("operator_learning_rate") is not None:  # such operators have no decay unless one is given
             fields.setdefault("operator_weight_decay", 0.0)
     return fields

@@ -165,16 +165,26 @@ def test_script_on_generated_listops(tmp_path):
     assert classify("[MAX 2 9 ]")[0]["label"].startswith("LABEL_")
 
 
-def test_script_on_pictures(tmp_path):
-    """Of the form of `cifar10_gray`."""
+@pytest.mark.parametrize("model", ["--config_name tnn-image", "--config_name rtf-s4-image"])
+def test_script_on_pictures(model, tmp_path):
+    """Of the form of `cifar10_gray`, read as ids or as numbers. Training pictures validate, a tenth of them."""
     rows = {"pixels": np.random.default_rng(0).integers(256, size=(6, 1024)).tolist(), "label": [0, 1, 2, 3, 4, 4]}
     for split in ("train", "test"):
         Dataset.from_dict(rows).to_parquet(tmp_path / "cifar10_gray" / f"{split}.parquet")
     configs = {"configs": [{"config_name": "cifar10_gray", "data_dir": "cifar10_gray"}]}
     (tmp_path / "README.md").write_text(f"---\n{json.dumps(configs)}\n---\n")
-    results, _ = train(tmp_path / "out", f"--task image --config_name tnn-image --dataset_path {tmp_path}")
-    assert results["model"] == "rpe" and results["test_majority"] == pytest.approx(1 / 3)
-    AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    results, _ = train(tmp_path / "out", f"--task image {model} --dataset_path {tmp_path}")
+    reads_values = "rtf" in model
+    assert (results["model"], results["grey"]) == (("rtf", [122.6, 61.0]) if reads_values else ("rpe", None))
+    assert results["train_rows"] == 5 and results["test_majority"] == pytest.approx(1 / 3)
+    trained, task = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"), TASKS["image"]
+    assert trained.main_input_name == ("input_values" if reads_values else "input_ids")
+    _, data = load_task("image", str(tmp_path))
+    split = [*data["train"]["input_ids"], *data["validation"]["input_ids"]]
+    assert sorted(split) == sorted(rows["pixels"]) and data["test"]["input_ids"][:] == rows["pixels"]
+    batch = run_lra.collate_values(*task.grey)([data["test"][0]])
+    whole = torch.tensor(rows["pixels"][:1])[..., None] / 255
+    torch.testing.assert_close(batch["input_values"], (whole - 122.6 / 255) / (61.0 / 255))
 
 
 def test_script_on_pairs(tmp_path):
