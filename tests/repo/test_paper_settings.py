@@ -4,6 +4,7 @@ import yaml
 
 from helpers.scripts import ROOT
 from modeling_tnn import load_preset
+from tnn_programs.cli.parser import parse_overrides
 
 DIFFERENCES = (ROOT / "docs" / "research" / "differences.md").read_text()
 
@@ -74,6 +75,12 @@ def rtf_table_9(batch, epochs, examples, dropout, rate, decay, operator_rate=Non
     return own | {"learning_rate": rate, "weight_decay": decay} | groups
 
 
+def s4d_table_9(states, *settings) -> dict:
+    poles = r"tno\.(log_real|imag|log_step)$:learning_rate=0.001,weight_decay=0"
+    own = {"tno_type": "s4d", "s4d_state_size": states, "parameter_groups": [poles]}
+    return rtf_table_9(*settings, 0.05) | own
+
+
 # Recipe -> what a paper says of it. Numbers of training examples are those of the Long Range Arena.
 RECIPES = {
     # TNN table 12.
@@ -93,6 +100,12 @@ RECIPES = {
     "lra/rtf-s4-image": rtf_table_9(50, 200, 45_000, 0.1, 0.006, 0.05, 0.005, 0.05),
     **dict.fromkeys(("lra/rtf-pathfinder", "lra/rtf-s4-pathfinder"), rtf_table_9(64, 200, 160_000, 0.1, 0.002, 0.05)),
     "lra/rtf-s4-path-x": rtf_table_9(16, 50, 160_000, 0.1, 0.001, 0.05, 0.001, 0.0),
+    "lra/s4d-listops": s4d_table_9(4, 32, 50, 96_000, 0.0, 0.01),
+    "lra/s4d-text": s4d_table_9(4, 16, 32, 25_000, 0.0, 0.01),
+    "lra/s4d-retrieval": s4d_table_9(4, 64, 20, 147_086, 0.0, 0.01),
+    "lra/s4d-image": s4d_table_9(64, 50, 200, 45_000, 0.1, 0.01),
+    "lra/s4d-pathfinder": s4d_table_9(64, 64, 200, 160_000, 0.0, 0.004),
+    "lra/s4d-path-x": s4d_table_9(64, 16, 50, 160_000, 0.0, 0.002),
     # RTF table 13; the steps of 100 and (table 12) of 25 epochs depend on the tokenizer.
     "wikitext103-hyena": {"batch": 128, "block_size": 1024, "learning_rate": 1e-3, "weight_decay": 0.25},
     "wikitext103-s4": {"batch": 128, "block_size": 1024},
@@ -132,7 +145,8 @@ def settings_of(recipe: str) -> dict:
     else:
         fields["batch"] = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
     if recipe.startswith("lra/"):
-        fields = load_preset(fields["config_name"]).to_dict() | fields
+        overrides = parse_overrides(fields.get("config_overrides"))
+        fields = load_preset(fields["config_name"], **overrides).to_dict() | fields
         if fields.get("operator_learning_rate") is not None:  # such operators have no decay unless one is given
             fields.setdefault("operator_weight_decay", 0.0)
     return fields

@@ -165,7 +165,7 @@ def test_script_on_generated_listops(tmp_path):
     assert classify("[MAX 2 9 ]")[0]["label"].startswith("LABEL_")
 
 
-@pytest.mark.parametrize("model", ["--config_name tnn-image", "--config_name rtf-s4-image"])
+@pytest.mark.parametrize("model", ["--config_name tnn-image", "--recipe lra/s4d-image"])
 def test_script_on_pictures(model, tmp_path):
     """Of the form of `cifar10_gray`, read as ids or as numbers. Training pictures validate, a tenth of them."""
     rows = {"pixels": np.random.default_rng(0).integers(256, size=(6, 1024)).tolist(), "label": [0, 1, 2, 3, 4, 4]}
@@ -174,8 +174,8 @@ def test_script_on_pictures(model, tmp_path):
     configs = {"configs": [{"config_name": "cifar10_gray", "data_dir": "cifar10_gray"}]}
     (tmp_path / "README.md").write_text(f"---\n{json.dumps(configs)}\n---\n")
     results, _ = train(tmp_path / "out", f"--task image {model} --dataset_path {tmp_path}")
-    reads_values = "rtf" in model
-    assert (results["model"], results["grey"]) == (("rtf", [122.6, 61.0]) if reads_values else ("rpe", None))
+    reads_values = model.startswith("--recipe")
+    assert (results["model"], results["grey"]) == (("s4d", [122.6, 61.0]) if reads_values else ("rpe", None))
     assert results["train_rows"] == 5 and results["test_majority"] == pytest.approx(1 / 3)
     trained, task = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"), TASKS["image"]
     assert trained.main_input_name == ("input_values" if reads_values else "input_ids")
