@@ -108,7 +108,7 @@ class TnnCacheLayer(CacheLayerMixin):
     def begin(self, operator, prompt: Prompt):
         """Make the state of an operator after its first tokens."""
         self.lazy_initialization(prompt.v)
-        state = self.state_class(operator.recurrence())
+        state = self.state_class(operator.recurrence(), group_size=operator.group_size)
         if self.record_past:
             state.keep_past()
         state.store_prompt(prompt)
@@ -205,10 +205,11 @@ def state_bytes(model: nn.Module, after: int) -> dict[str, int]:
         raise ValueError(f"`after` must be a whole number from 1 up, got {after!r}")
     for name, module in model.base_model.named_modules():
         if hasattr(module, "state_name"):
-            v = torch.zeros((), dtype=model.dtype, device=model.device).expand(1, after, module.channels)
-            state = DecodingState(module.recurrence(), Prompt(v), length=after)
+            width = module.channels * module.group_size
+            v = torch.zeros((), dtype=model.dtype, device=model.device).expand(1, after, width)
+            state = DecodingState(module.recurrence(), Prompt(v), length=after, group_size=module.group_size)
             state.decode(module, v[:, :1])
-            found[name.replace(".mixer", "")] = bytes_of(tensors_of(state))
+            found[name.replace(".mixer", "")] = bytes_of_state(state)
         elif name.endswith(".attention"):
             kept = after + 1 if module.sliding_window is None else min(after + 1, module.sliding_window - 1)
             found[name] = 2 * kept * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
@@ -218,16 +219,18 @@ def state_bytes(model: nn.Module, after: int) -> dict[str, int]:
 def bytes_per_sequence(layer: CacheLayerMixin) -> int:
     """The bytes of one sequence in a layer: its states, or its keys and values."""
     states = layer.states.values() if is_toeplitz(layer) else ()
-    return bytes_of([layer.keys, layer.values, *(one for state in states for one in tensors_of(state))])
+    return bytes_of_row(layer.keys, layer.values) + sum(map(bytes_of_state, states))
 
 
-def tensors_of(state: DecodingState) -> list[torch.Tensor | None]:
-    """The tensors of a state."""
-    return [*state.tensors.values(), state.history and state.history.buffer, state.prompt and state.prompt.v]
+def bytes_of_state(state: DecodingState) -> int:
+    """The bytes of one sequence in a state."""
+    if state.prompt is not None:
+        return bytes_of_row(state.prompt.v)
+    return state.group_size * bytes_of_row(state.history.buffer, *state.tensors.values())
 
 
-def bytes_of(held: list[torch.Tensor | None]) -> int:
-    """The bytes of one sequence in these tensors."""
+def bytes_of_row(*held: torch.Tensor | None) -> int:
+    """The bytes of one row of these tensors."""
     return sum(one.numel() * one.element_size() // max(1, one.shape[0]) for one in held if one is not None)
 
 

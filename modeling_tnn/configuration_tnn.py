@@ -165,6 +165,8 @@ class TnnConfig(PreTrainedConfig):
             rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"` (a recurrence fitted by
             `to_recurrent`), `"explicit"` (a parameter per lag below `explicit_length`, times the decay), `"hyena"`
             (Hyena's implicit filter, an MLP of sines), or a name given to `register_operator`.
+        num_filter_groups: Number of filters of an operator, each for as many neighbouring channels, a divisor of the
+            GTU width. None for one filter per channel.
         tno_implementation: Computation of Toeplitz products: `"fused"` (fast) or `"eager"` (PyTorch's own operations),
             with the same values and derivatives of any order; `"triton"`, for GPUs, in the precision of the
             activations (where it cannot run, `"fused"` does, with a warning); or `"auto"`: `"triton"` on NVIDIA's GPUs
@@ -232,8 +234,8 @@ class TnnConfig(PreTrainedConfig):
         rtf_state_size: Order N of the rational function, below `rtf_truncation_length`.
         rtf_truncation_length (defaults to `max_position_embeddings`): Number of points of the unit circle at which
             `"rtf"` samples its function, rounded up to an even number.
-        rtf_num_denominators: Number of denominators shared by groups of consecutive channels, a divisor of the GTU
-            width. None for one per channel.
+        rtf_num_denominators: Number of denominators shared by groups of consecutive filters, a divisor of the number
+            of filters. None for one per filter.
         rtf_constraint: `"l1_montel"` keeps all poles inside the unit circle. With None they may leave it in training;
             then a sequence cannot be continued from a cache.
         rtf_initializer: First coefficients: `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
@@ -306,6 +308,7 @@ class TnnConfig(PreTrainedConfig):
     causal: bool = True
     tno_type: str = "rpe"
     tno_implementation: str = "auto"
+    num_filter_groups: int | None = None
     tno_class: str | None = None
     max_kernel_length: int | None = None
     # Blocks.
@@ -470,6 +473,11 @@ class TnnConfig(PreTrainedConfig):
         return int(self.gtu_expansion * self.hidden_size)
 
     @property
+    def operator_dim(self) -> int:
+        """Number of channels of the inputs of an operator."""
+        return self.gtu_dim
+
+    @property
     def axis_length(self) -> int:
         """Number of positions along one axis: of the sequence, or of a row or column of the image."""
         length = self.max_position_embeddings
@@ -515,6 +523,8 @@ class TnnConfig(PreTrainedConfig):
         self.require("decay", given, "a number (the lower bound) when learnable_decay=True")
         self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
         self.require("mlp_act", self.use_glu or self.mlp_act is None, "None with use_glu=False")
+        divides = self.gtu_dim % (self.num_filter_groups or 1) == 0
+        self.require("num_filter_groups", divides, f"a divisor of the GTU width {self.gtu_dim}")
         _check_layers(self)
         _check_mixer(self)
         if self.spatial_dims == 2:
@@ -618,8 +628,9 @@ def _check_built_in(config: "TnnConfig"):
     if config.tno_type == "rtf":
         longest = config.rtf_truncation_length
         config.require("rtf_state_size", config.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
-        divides = config.gtu_dim % (config.rtf_num_denominators or 1) == 0
-        config.require("rtf_num_denominators", divides, f"a divisor of the GTU width {config.gtu_dim}")
+        filters = config.num_filter_groups or config.gtu_dim
+        divides = filters % (config.rtf_num_denominators or 1) == 0
+        config.require("rtf_num_denominators", divides, f"a divisor of {filters}, the number of filters")
     if config.tno_type == "s4d":
         config.require("s4d_state_size", config.s4d_state_size % 2 == 0, "an even number")
         longest = config.s4d_dt_max

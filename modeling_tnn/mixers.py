@@ -86,7 +86,7 @@ class ShortConvolution(ToeplitzOperator):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        self.channels = self.filters * config.gtu_dim
+        self.channels, self.group_size = self.filters * config.gtu_dim, 1
         self.taps = nn.Parameter(torch.empty(self.channels, config.short_conv_kernel))  # (3D, m), from the lowest lag
         self.bias = nn.Parameter(torch.empty(self.channels))
         self.first = 0 if self.causal else -(config.short_conv_kernel // 2)  # the lowest lag

@@ -131,7 +131,12 @@ class Documents(NamedTuple):
         return (count_real(starts, real) - 1).clamp(min=0)
 
     def convolve(self, v: torch.Tensor, kernel: torch.Tensor, causal: bool, implementation: str) -> torch.Tensor:
-        """In a graph, the product of each document of `v` `(B, L, D)` with causal taps `(D, K)` or 2R - 1 lags."""
+        """In a graph, the product of each document of `v` `(B, L, D)` with causal taps `(D, K)` or 2R - 1 lags.
+
+        A kernel with fewer rows has one for each group of neighbouring channels.
+        """
+        if len(kernel) < v.shape[2]:
+            kernel = kernel.repeat_interleave(v.shape[2] // len(kernel), dim=0)
         kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
         first = 0 if causal else (kernel.shape[1] - 1) // 2
         return extensions.convolve_documents(v, kernel, first, self.starts, implementation)

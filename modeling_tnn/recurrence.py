@@ -117,6 +117,8 @@ class Counters:
 class DecodingState:
     """Decoding state of the sequences of a batch in one operator.
 
+    Where n neighbouring channels share a filter, each of them has a row: B is n times the number of sequences.
+
     recurrence   history holds                    tensors, each (B, D, ...)                  dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
     companion    N values of the filtered input   future (B, H, 2, D), of four rows or more  float64
@@ -133,6 +135,7 @@ class DecodingState:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # further ones by name
     counters: Counters = field(default_factory=Counters)  # whole numbers that belong to them
     length: int = 0  # number of tokens seen
+    group_size: int = 1  # rows of the tensors for each sequence
     slack: int = SLACK  # number of newest tokens that can be removed at any time
 
     def __getstate__(self) -> dict:
@@ -142,16 +145,21 @@ class DecodingState:
 
     @property
     def rows(self) -> int:
-        """The number of sequences B."""
-        return len(self.history.buffer if self.prompt is None else self.prompt.v)
+        """The number of sequences."""
+        return len(self.history.buffer) // self.group_size if self.prompt is None else len(self.prompt.v)
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
         """Apply `choose`, a function of a tensor along its batch dimension, to all tensors."""
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            size = self.group_size
+            return choose(tensor) if size == 1 else choose(tensor.unflatten(0, (-1, size))).flatten(0, 1)
+
         if self.prompt is not None:
             self.prompt = self.prompt.select(choose)
         if self.history is not None:
-            self.history.buffer = choose(self.history.buffer)
-        self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}
+            self.history.buffer = chosen(self.history.buffer)
+        self.tensors = {name: chosen(tensor) for name, tensor in self.tensors.items()}
 
     def keep_past(self):
         """Let `crop` remove up to 1,024 tokens that come one by one."""
@@ -193,8 +201,14 @@ class DecodingState:
             x = recurrence.channel_major(inputs)  # (B, D, L)
             y = (recurrence.step if v.shape[1] == 1 else recurrence.chunk)(self, x)  # (B, D, L)
         self.length += v.shape[1]
-        y = refuse_backward(y.transpose(1, 2).to(inputs.dtype), chain([inputs], operator.parameters()))
+        y = refuse_backward(self.outputs(y).to(inputs.dtype), chain([inputs], operator.parameters()))
         return gate.apply(y, operator.implementation)
+
+    def outputs(self, y: torch.Tensor) -> torch.Tensor:
+        """The outputs `(B, D, L)` of the recurrence as those of the operator, `(B, L, D)`."""
+        size = self.group_size
+        y = y if size == 1 else y.unflatten(0, (-1, size)).transpose(1, 2).flatten(1, 2)
+        return y.transpose(1, 2)
 
     def bind_operator(self, operator, device: torch.device):
         """Continue with `operator`. A copied or unpickled model has another object than the one that began."""
@@ -255,8 +269,13 @@ class Recurrence:
         return settings | {"operator": None}
 
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
-        """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""
-        return v.transpose(1, 2).to(compute_dtype(v.dtype))
+        """`(B, L, D)` to `(B, D, L)` in the dtype of the state; `(B, L, nG)` of groups to `(nB, G, L)`."""
+        x, filters = v.transpose(1, 2).to(self.state_dtype(v)), self.operator.channels
+        return x if x.shape[1] == filters else x.unflatten(1, (filters, -1)).transpose(1, 2).flatten(0, 1)
+
+    def state_dtype(self, v: torch.Tensor) -> torch.dtype:
+        """The dtype of the state for inputs `v`."""
+        return compute_dtype(v.dtype)
 
     def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         """Whether a pass without gradients makes the state at once, to free the inputs: they take gigabytes at 100,000

@@ -20,7 +20,7 @@ from .numerics import is_exported, without_narrowing
 from .packing import Documents
 from .recurrence import FilterRecurrence, Prompt, Recurrence
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, gated_convolution, toeplitz_matmul
-from .toeplitz_fused import NO_GATE, Gate, is_response
+from .toeplitz_fused import NO_GATE, Gate, groups_as_rows, is_response, rows_as_groups
 
 # Result of `ToeplitzOperator.kernel_of`: taps, a response, or several parts.
 Kernel = torch.Tensor | tuple
@@ -45,6 +45,9 @@ NO_CONTEXT = LayerContext()
 class ToeplitzOperator(nn.Module):
     """Base class of the operators. A variant defines `coefficients`, and may override methods with faster ones.
 
+    n = `group_size` neighbouring channels of the inputs share a filter. What a variant calls its D channels are its
+    filters: `forward` gives it the channels of a group as rows of a batch, `(nB, L, D)` in place of `(B, L, nD)`.
+
     A model builds it as `cls(config, layer_idx)` at `model.layers[layer_idx].mixer.tno`. Its own settings are fields
     of the configuration, because `TnnConfig` keeps unknown fields.
     """
@@ -66,7 +69,8 @@ class ToeplitzOperator(nn.Module):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
-        self.layer_idx, self.channels = layer_idx, config.gtu_dim
+        self.layer_idx, self.channels = layer_idx, config.num_filter_groups or config.gtu_dim
+        self.group_size = config.operator_dim // self.channels
         self.causal = config.causal  # whether t_k = 0 for k < 0
         self.implementation = config.tno_implementation
         # In [0, 1), different for every layer, so that layers do not start a block at the same token of decoding.
@@ -138,7 +142,7 @@ class ToeplitzOperator(nn.Module):
         return FilterRecurrence(self, self.kernel_length(exact=True), self.refill_phase)
 
     def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
-        """The gated product with `v`, `(B, L, D)` to `(B, L, D)`, in float32 or float64. Do not override it.
+        """The gated product with `v`, `(B, L, nD)` to `(B, L, nD)`, in float32 or float64. Do not override it.
 
         With a cache, `v` continues its sequences. The `gate` of the GTU is applied here, because the weights of an
         offloaded model are loaded only while their module runs.
@@ -160,7 +164,8 @@ class ToeplitzOperator(nn.Module):
         return dense_toeplitz(nn.functional.pad(coefficients, (length - 1, 0)) if self.causal else coefficients)
 
     def extra_repr(self) -> str:
-        return f"channels={self.channels}, causal={self.causal}, product={self.implementation}"
+        group = f", group_size={self.group_size}" if self.group_size > 1 else ""
+        return f"channels={self.channels}{group}, causal={self.causal}, product={self.implementation}"
 
 
 def continue_sequence(operator: ToeplitzOperator, layer, v, gate: Gate = NO_GATE, kernel: Kernel | None = None):
@@ -206,6 +211,10 @@ def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Ke
 
 def gated_matmul(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Kernel | None) -> torch.Tensor:
     """The product `matmul` inside a gate, by one fused function if it is a convolution."""
+    size = v.shape[2] // operator.channels
+    if size > 1:
+        mixed = gated_matmul(operator, groups_as_rows(v, size), gate.groups_as_rows(size), kernel)
+        return rows_as_groups(mixed, size)
     if is_convolution(operator):
         return convolve(operator, v, gate, kernel)
     given = () if kernel is None else (kernel,)

@@ -256,8 +256,8 @@ class CompanionRecurrence(Recurrence):
         super().__init__(operator)
         self.order = operator.numerator.shape[1]
 
-    def channel_major(self, v: torch.Tensor) -> torch.Tensor:
-        return v.transpose(1, 2).to(float64_or_widest(v.device))
+    def state_dtype(self, v: torch.Tensor) -> torch.dtype:
+        return float64_or_widest(v.device)
 
     def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         return prompt.length > LONG_PROMPT and not prompt.v.is_meta  # no values there to check the poles by
@@ -271,7 +271,7 @@ class CompanionRecurrence(Recurrence):
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
         if is_on_host(series) and later_bound(denominator, series) * prompt.length < resolution:
             prompt = prompt.last(series.shape[1] + kept)
-        w = series.new_zeros(len(prompt.v), len(series), self.order)  # (B, D, N)
+        w = series.new_zeros(len(prompt.v) * self.operator.group_size, len(series), self.order)  # (B, D, N)
         for piece in prompt.pieces(PIECE):
             x = self.channel_major(piece.inputs())  # (B, D, S)
             newest = self._filter(x, w[..., -self.order :], series[:, : x.shape[-1]])

@@ -82,8 +82,23 @@ class Gate(NamedTuple):
         """The gated outputs of the operator, `(B, L, D)`; `implementation` as for `activated_product`."""
         return mixed if self.u is None else activated_product(self.u, mixed, self.act, implementation)
 
+    def groups_as_rows(self, size: int) -> "Gate":
+        """The gate around `groups_as_rows` of the inputs."""
+        u = None if self.u is None else groups_as_rows(self.u, size)
+        return Gate(u, self.act, None if self.mask is None else self.mask.repeat(size, 1))
+
 
 NO_GATE = Gate()
+
+
+def groups_as_rows(x: torch.Tensor, size: int) -> torch.Tensor:
+    """The n = `size` channels of each group as rows, `(B, L, nG)` to `(nB, L, G)`: a view if it is channel-major."""
+    return x.permute(2, 0, 1).unflatten(0, (-1, size)).flatten(1, 2).permute(1, 2, 0)
+
+
+def rows_as_groups(y: torch.Tensor, size: int) -> torch.Tensor:
+    """The inverse of `groups_as_rows`, `(nB, L, G)` to `(B, L, nG)`."""
+    return y.permute(2, 0, 1).unflatten(1, (size, -1)).flatten(0, 1).permute(1, 2, 0)
 
 
 def has_parameters(act: Activation) -> bool:

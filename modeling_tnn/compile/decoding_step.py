@@ -8,7 +8,8 @@ B batch, D channels, N order, w window, Q modes. The states of a layer, and the 
     s4d      the same with w = 1 and poles of each channel    y_t = sum_(j<w) head_j v_(t-j) + Re sum_q r_q s_t,q
 
 The cache computes the same in blocks of tokens and with room for `crop`. A recorded graph cannot, because blocks need
-counters. The two memories are the real and the imaginary part: ONNX has no complex numbers.
+counters. The two memories are the real and the imaginary part: ONNX has no complex numbers. Where n neighbouring channels
+share a filter, each of them has a row: B is n times the number of sequences.
 """
 
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import nn
 
 from ..configuration_tnn import HYENA, TOEPLITZ
 from ..tno import ToeplitzOperator
-from ..toeplitz_fused import Gate
+from ..toeplitz_fused import Gate, groups_as_rows, rows_as_groups
 
 States = list[list[torch.Tensor]]
 
@@ -82,8 +83,9 @@ class StepState:
     def decode(self, operator, v: torch.Tensor, gate: Gate) -> torch.Tensor:
         """The output of an operator for one input, `(B, 1, D)`, inside its gate."""
         v = gate.inputs(v)
-        y, self.tensors = self.step(v[:, 0], *self.tensors)
-        return gate.apply(y[:, None].to(v.dtype), operator.implementation)
+        y, self.tensors = self.step(groups_as_rows(v, operator.group_size)[:, 0], *self.tensors)
+        y = rows_as_groups(y[:, None], operator.group_size)
+        return gate.apply(y.to(v.dtype), operator.implementation)
 
 
 class DecodingStep(nn.Module):
@@ -113,7 +115,8 @@ class DecodingStep(nn.Module):
 
     def empty(self, rows: int) -> States:
         """The states before the first token of `rows` sequences: for each layer the tensors of the table above."""
-        return [step.empty(rows) for step in self.steps]
+        sizes = [layer.mixer.tno.group_size for layer in self.model.model.layers]
+        return [step.empty(rows * size) for step, size in zip(self.steps, sizes, strict=True)]
 
     def forward(self, input_ids: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
         """The logits `(B, V)` after one more token `(B, 1)`, and the states that hold it."""

@@ -119,7 +119,7 @@ class FixedState(DecodingState):
         self.is_ready, recurrence = False, self.recurrence
         inputs = gate.inputs(v)
         y = form_of(recurrence).step(recurrence, self, recurrence.channel_major(inputs))  # (B, D, 1)
-        return gate.apply(y.transpose(1, 2).to(inputs.dtype), operator.implementation)
+        return gate.apply(self.outputs(y).to(inputs.dtype), operator.implementation)
 
     def retract(self):
         """Take back the count of a token that `prepare` has counted and no step has used."""

@@ -102,8 +102,9 @@ class SequenceParallel:
         operators = [layer.mixer.tno for layer in self.base.layers]
         if any(operator.local_operator is not None for operator in operators):
             raise ValueError("`model` must not be divided over processes already, got one that is")
-        self.channels = shares_of(operators[0].channels, self.count)
-        self.local_operators = [LocalOperator(operator, self.channels, self.index) for operator in operators]
+        filters, size = shares_of(operators[0].channels, self.count), operators[0].group_size
+        self.channels = [range(size * share.start, size * share.stop) for share in filters]
+        self.local_operators = [LocalOperator(operator, filters, self.index) for operator in operators]
 
     def __enter__(self) -> "SequenceParallel":
         for local in self.local_operators:

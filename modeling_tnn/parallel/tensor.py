@@ -99,6 +99,8 @@ class OperatorStyle(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
         """Divide the parameters of an operator, and let it compute the channels of this process alone."""
         channels = shares_of(module, mesh)
+        if getattr(module, "group_size", 1) > 1 and module.channels % mesh.size():
+            raise ValueError(f"`num_filter_groups` must be a multiple of {mesh.size()} processes, got {module.channels}")
         own = LocalOperator(module, channels, mesh.get_local_rank(), partial(local_parameters, module, mesh))
         for name, parameter in dict(module.named_parameters()).items():
             filters = module.channel_parameters.get(name)
@@ -124,7 +126,8 @@ class SlicedOperatorStyle(OperatorStyle):
         mix, own = super().install_forward(module, mesh).forward, shares_of(module, mesh)[mesh.get_local_rank()]
 
         def forward(v: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-            return mix(add_gradients(v, mesh)[..., own.start : own.stop], *args, **kwargs)
+            channels = slice(own.start * module.group_size, own.stop * module.group_size)
+            return mix(add_gradients(v, mesh)[..., channels], *args, **kwargs)
 
         module.forward = forward
         return module

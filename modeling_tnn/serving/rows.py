@@ -87,7 +87,8 @@ def insert_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
             compact(state.recurrence, state)
             continue
         state.build()
-        insert_state_rows(state.recurrence, state, other, rows)
+        size = state.group_size
+        insert_state_rows(state.recurrence, state, other, [row * size + i for row in rows for i in range(size)])
         state.length = max(state.length, other.length)
     new.reset()
 
@@ -155,7 +156,8 @@ def bytes_of_text(model: nn.Module, tokens: int) -> int:
     for kind, layer in zip(config.layer_types, model.layers, strict=True):
         if kind == TOEPLITZ:
             for operator in (layer.mixer.tno, *([layer.mixer.short] if hasattr(layer.mixer, "short") else [])):
-                total += operator.channels * bytes_per_channel(operator.recurrence(), tokens, model.dtype)
+                width = operator.channels * operator.group_size
+                total += width * bytes_per_channel(operator.recurrence(), tokens, model.dtype)
         else:
             kept = min(tokens, config.sliding_window - 1) if kind == SLIDING else tokens
             total += 2 * config.num_key_value_heads * config.head_dim * kept * model.dtype.itemsize

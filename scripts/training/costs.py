@@ -233,7 +233,7 @@ def flops_of_token(model: torch.nn.Module, length: int) -> float:
     size = getattr(config, "head_dim", None)
     width = size * config.num_attention_heads if size and seen else config.hidden_size
     side = math.isqrt(length) if getattr(config, "spatial_dims", 1) == 2 else length
-    transforms = 20 * sum(operator.channels for operator in long) * math.log2(2 * side)
+    transforms = 20 * sum(operator.channels * operator.group_size for operator in long) * math.log2(2 * side)
     return 6 * matrices + 12 * width * sum(min(length, n) for n in seen) + transforms
 
 
