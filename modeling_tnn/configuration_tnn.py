@@ -19,7 +19,7 @@ from .extensions import IMPLEMENTATIONS, extensions
 from .hub import AUTO_MAP, own_classes, save_code
 
 LAYER_TYPES = TOEPLITZ, FULL, SLIDING = "toeplitz", "full_attention", "sliding_attention"
-MIXERS = GTU, HYENA, S4 = "gtu", "hyena", "s4"
+MIXERS = GTU, HYENA, S4, MULTIHYENA = "gtu", "hyena", "s4", "multihyena"
 
 # The operators of this package, each with its directions: whether `causal` may be True, and False.
 DIRECTIONS = {  # programs read the names from this text
@@ -110,6 +110,10 @@ def _in_attention(derive: Callable) -> Callable:
     return lambda config: derive(config) if has_attention(config) else None
 
 
+def _in_heads(derive: Callable) -> Callable:
+    return lambda config: derive(config) if config.toeplitz_mixer == MULTIHYENA else None
+
+
 # Fields that follow from others unless they are set, each from those before it.
 DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
     "layer_types": lambda config: [TOEPLITZ] * config.num_hidden_layers,
@@ -117,9 +121,12 @@ DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
     "num_key_value_heads": _in_attention(lambda config: config.num_attention_heads),
     "head_dim": _in_attention(lambda config: max(1, config.hidden_size // config.num_attention_heads)),
     "attention_dropout": _in_attention(lambda config: 0.0),
+    "num_mixer_heads": _in_heads(lambda config: max(1, config.gtu_dim // 16)),
+    "num_filter_groups": _in_heads(attrgetter("num_mixer_heads")),
 }
 # Without attention these fields are None and are not saved. Their names are those of transformers.
-ATTENTION_FIELDS = DERIVED_LAYERS.keys() | {"rope_parameters", "sliding_window"}
+ATTENTION = "num_attention_heads", "num_key_value_heads", "head_dim", "attention_dropout"
+ATTENTION_FIELDS = {*ATTENTION, "rope_parameters", "sliding_window"}
 
 # Fields that follow from the length of the training.
 LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length", "hyena_filter_length")
@@ -144,12 +151,15 @@ class TnnConfig(PreTrainedConfig):
         layer_types (defaults to `"toeplitz"` for all): Mixer of each block: `"toeplitz"` (the `toeplitz_mixer`),
             `"full_attention"` or `"sliding_attention"` (softmax attention).
         toeplitz_mixer: `"gtu"` (the gated Toeplitz unit), `"hyena"` (Hyena of order 2, with the operator as its long
-            filter) or `"s4"` (S4's: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`).
+            filter), `"s4"` (S4's: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`) or
+            `"multihyena"` (Hyena with heads, of one filter for the outer product of keys and values: it can recall).
         max_position_embeddings: Length the model is trained for. It does not limit the length of inputs. Fields with
             defaults from it (from its square root if `spatial_dims=2`) are fixed when a model is built or saved.
         short_conv_kernel: Number of taps of the short convolutions of `"hyena"`, in [1, 64]; odd with `causal=False`.
         hyena_rank: Width between the two linear maps, with `hidden_act`, at the end of `"hyena"`. None for one map.
         hyena_norm: Whether `"hyena"` normalises its gated product: an RMS norm with a scale per channel, eps 1e-6.
+        num_mixer_heads (defaults to the GTU width // 16): Heads of `"multihyena"`, a divisor of that width.
+            None for other mixers.
         num_attention_heads (defaults to `hidden_size // 64`): Number of attention heads. None without attention.
         num_key_value_heads (defaults to `num_attention_heads`): Number of heads of keys and values, its divisor.
         head_dim (defaults to `hidden_size // num_attention_heads`): Width of a head.
@@ -165,8 +175,8 @@ class TnnConfig(PreTrainedConfig):
             rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"` (a recurrence fitted by
             `to_recurrent`), `"explicit"` (a parameter per lag below `explicit_length`, times the decay), `"hyena"`
             (Hyena's implicit filter, an MLP of sines), or a name given to `register_operator`.
-        num_filter_groups: Number of filters of an operator, each for as many neighbouring channels, a divisor of the
-            GTU width. None for one filter per channel.
+        num_filter_groups: Number of filters, each for as many neighbouring channels, a divisor of the GTU width. None
+            for a filter per channel. With `"multihyena"` a divisor of `num_mixer_heads`, and by default this number.
         tno_implementation: Computation of Toeplitz products: `"fused"` (fast) or `"eager"` (PyTorch's own operations),
             with the same values and derivatives of any order; `"triton"`, for GPUs, in the precision of the
             activations (where it cannot run, `"fused"` does, with a warning); or `"auto"`: `"triton"` on NVIDIA's GPUs
@@ -297,6 +307,7 @@ class TnnConfig(PreTrainedConfig):
     short_conv_kernel: int = 3
     hyena_rank: int | None = None
     hyena_norm: bool = False
+    num_mixer_heads: int | None = None
     # Attention.
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
@@ -475,7 +486,7 @@ class TnnConfig(PreTrainedConfig):
     @property
     def operator_dim(self) -> int:
         """Number of channels of the inputs of an operator."""
-        return self.gtu_dim
+        return self.gtu_dim * (self.gtu_dim // self.num_mixer_heads if self.toeplitz_mixer == MULTIHYENA else 1)
 
     @property
     def axis_length(self) -> int:
@@ -523,8 +534,6 @@ class TnnConfig(PreTrainedConfig):
         self.require("decay", given, "a number (the lower bound) when learnable_decay=True")
         self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
         self.require("mlp_act", self.use_glu or self.mlp_act is None, "None with use_glu=False")
-        divides = self.gtu_dim % (self.num_filter_groups or 1) == 0
-        self.require("num_filter_groups", divides, f"a divisor of the GTU width {self.gtu_dim}")
         _check_layers(self)
         _check_mixer(self)
         if self.spatial_dims == 2:
@@ -609,12 +618,19 @@ def _check_rope(config: "TnnConfig", given: dict[str, Any]):
 
 
 def _check_mixer(config: "TnnConfig"):
-    if config.toeplitz_mixer == HYENA:
-        config.require("spatial_dims", config.spatial_dims == 1, "1 with toeplitz_mixer='hyena', a mixer of sequences")
+    width, heads, mixer = config.gtu_dim, config.num_mixer_heads, config.toeplitz_mixer
+    config.require("num_mixer_heads", width % (heads or 1) == 0, f"a divisor of the GTU width {width}")
+    config.require("num_mixer_heads", heads is None or mixer == MULTIHYENA, f"None with toeplitz_mixer={mixer!r}")
+    divided = f"the GTU width {width}" if heads is None else f"num_mixer_heads={heads}"
+    divides = (heads or width) % (config.num_filter_groups or 1) == 0
+    config.require("num_filter_groups", divides, f"a divisor of {divided}")
+    if mixer in (HYENA, MULTIHYENA):
+        why = f"1 with toeplitz_mixer={mixer!r}, a mixer of sequences"
+        config.require("spatial_dims", config.spatial_dims == 1, why)
         centred = config.causal or config.short_conv_kernel % 2 == 1
         config.require("short_conv_kernel", centred, "odd with causal=False")
         config.require("hyena_norm", not (config.hyena_norm and config.gtu_norm), "False with gtu_norm, another norm")
-    if config.toeplitz_mixer == S4:
+    if mixer == S4:
         whole = config.gtu_dim == config.hidden_size
         config.require("gtu_expansion", whole, "1 with toeplitz_mixer='s4', whose operator mixes the input itself")
         config.require("gtu_norm", not config.gtu_norm, "False with toeplitz_mixer='s4', which has no gated product")

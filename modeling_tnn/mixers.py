@@ -23,6 +23,10 @@ The mixer of S4's blocks, in which the RTF paper measured its operator (appendix
 the activation too; here it is after the mixer alone.
 
     y = GLU( W act(TNO(x)) ),      GLU(a, b) = a * sigmoid(b)
+
+MultiHyena: Hyena with the outer product of keys k and values v in each of `num_mixer_heads` (`outer_product.py`).
+
+    q, k, v = split( S W x + b ),    p * TNO(q * v) in (1) to (3) becomes TNO(k v^T)^T q
 """
 
 from functools import reduce
@@ -35,11 +39,12 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
-from .configuration_tnn import GTU, HYENA, S4
+from .configuration_tnn import GTU, HYENA, MULTIHYENA, S4
 from .inputs import first_real_token, roll
 from .linear import apply_channel_major, apply_linear, apply_together
 from .norms import NORM_TYPES, RootRMSNorm
 from .numerics import by_parts, compute_dtype, must_be_eager
+from .outer_product import OuterProduct
 from .packing import Documents
 from .tno import NO_CONTEXT, LayerContext, ToeplitzOperator, continue_sequence
 from .tno_auto import build_tno
@@ -90,11 +95,26 @@ class ShortConvolution(ToeplitzOperator):
         self.taps = nn.Parameter(torch.empty(self.channels, config.short_conv_kernel))  # (3D, m), from the lowest lag
         self.bias = nn.Parameter(torch.empty(self.channels))
         self.first = 0 if self.causal else -(config.short_conv_kernel // 2)  # the lowest lag
+        self.shifts_keys = config.toeplitz_mixer == MULTIHYENA
 
     def reset_parameters(self):
+        if self.shifts_keys:
+            return self.start_by_shift()
         bound = self.taps.shape[1] ** -0.5  # as PyTorch initialises a depthwise convolution
         for parameter in (self.taps, self.bias):
             init.uniform_(parameter, -bound, bound)
+
+    def start_by_shift(self):
+        """Begin near the identity, and near a shift by one position for the keys, the second of the filters.
+
+        At a value then stands the key before it: without this start, models do not learn to recall (measured).
+        """
+        start = torch.zeros_like(self.taps).view(self.filters, -1, self.taps.shape[1])  # (3, D, m)
+        for number, lag in enumerate((0, 1, 0)):
+            start[number, :, min(lag - self.first, self.taps.shape[1] - 1)] = 1
+        init.normal_(self.taps, std=0.1)
+        init.copy_(self.taps, self.taps + start.flatten(0, 1))
+        init.zeros_(self.bias)
 
     def kernel_length(self, exact: bool = False) -> int:
         return self.taps.shape[1] + self.first
@@ -163,11 +183,28 @@ class TnnHyena(nn.Module):
         gate = Gate(mask=context.mask)
         # Without a name for the projections, which are freed before the long filter.
         filtered = self.short(apply_channel_major(self.in_proj, hidden_states), gate, context)  # (B, L, 3D)
-        p, q, v = filtered.chunk(3, dim=-1)  # (B, L, D) each
-        mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, context))
+        mixed = self.norm(self.mix(filtered, context))
         if self.low_rank is not None:
             mixed = self.act(apply_linear(self.low_rank, mixed))  # (B, L, r)
         return apply_linear(self.o_proj, mixed)
+
+    def mix(self, filtered: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """The gated product with the long filter, `(B, L, 3D)` to `(B, L, D)`."""
+        p, q, v = filtered.chunk(3, dim=-1)  # (B, L, D) each
+        return p * mix_tokens(self.tno, q * v, Gate(mask=context.mask), context)
+
+
+class TnnMultiHyena(TnnHyena):
+    """The token mixer of MultiHyena, whose heads can recall."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.head_size = config.gtu_dim // config.num_mixer_heads
+
+    def mix(self, filtered: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """As for `TnnHyena`."""
+        queries, pairs = filtered.tensor_split([filtered.shape[2] // 3], dim=2)  # (B, L, D), (B, L, 2D)
+        return mix_tokens(self.tno, pairs, OuterProduct(self.head_size, queries, context.mask), context)
 
 
 class TnnS4Mixer(nn.Module):
@@ -187,4 +224,4 @@ class TnnS4Mixer(nn.Module):
 
 
 # From `toeplitz_mixer` to the class. Each has its operator at `tno`, where all that walks the operators finds it.
-TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
+TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer, MULTIHYENA: TnnMultiHyena}

@@ -151,7 +151,7 @@ class ToeplitzOperator(nn.Module):
             return context.layout.mix(self, v, gate, context)
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if context.documents is not None:
-                return gate.apply(matmul_of_rows(self, v, gate, context), self.implementation)
+                return matmul_of_rows(self, v, gate, context)
             if context.cache is None:
                 return gated_matmul(self, v, gate, context.kernel)
             call = partial(continue_sequence, self, context.cache.layers[self.layer_idx], v, gate, context.kernel)
@@ -211,6 +211,8 @@ def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Ke
 
 def gated_matmul(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Kernel | None) -> torch.Tensor:
     """The product `matmul` inside a gate, by one fused function if it is a convolution."""
+    if not gate.is_elementwise:
+        return gate.matmul(operator, v, kernel)
     size = v.shape[2] // operator.channels
     if size > 1:
         mixed = gated_matmul(operator, groups_as_rows(v, size), gate.groups_as_rows(size), kernel)
@@ -222,12 +224,11 @@ def gated_matmul(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel
 
 
 def matmul_of_rows(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, context: LayerContext) -> torch.Tensor:
-    """The products of all documents of packed rows, without the gate around them."""
+    """The gated products of all documents of packed rows."""
     documents, kernel = context.documents, context.kernel
     if documents.batches is None:
-        return operator.matmul_of_documents(gate.inputs(v), documents)
+        return gate.apply(operator.matmul_of_documents(gate.inputs(v), documents), operator.implementation)
     if kernel is None and is_convolution(operator):
         kernel = operator.kernel_of(*kernel_arguments(operator, v[:, : documents.longest], as_taps=True))
-    return documents.batches.map_documents(
-        lambda x, real: gated_matmul(operator, x, Gate(None, gate.act, real), kernel), v
-    )
+    multiply = partial(gated_matmul, operator, kernel=kernel)
+    return gate.of_documents(multiply, documents.batches, v, operator.implementation)

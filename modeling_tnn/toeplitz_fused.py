@@ -73,6 +73,8 @@ class Gate(NamedTuple):
     act: Activation | None = None  # the elementwise activation of `u` and `v`
     mask: torch.Tensor | None = None  # (B, L), False where `v` is set to zero; None if there is no padding
 
+    is_elementwise = True  # so the product inside can be that of a fused function
+
     def inputs(self, v: torch.Tensor) -> torch.Tensor:
         """The inputs of the operator, `(B, L, D)`: act(v), zero where the mask is False."""
         v = v if self.act is None else self.act(v)
@@ -81,6 +83,14 @@ class Gate(NamedTuple):
     def apply(self, mixed: torch.Tensor, implementation: str) -> torch.Tensor:
         """The gated outputs of the operator, `(B, L, D)`; `implementation` as for `activated_product`."""
         return mixed if self.u is None else activated_product(self.u, mixed, self.act, implementation)
+
+    def of_documents(self, multiply: Callable, batches, v: torch.Tensor, implementation: str) -> torch.Tensor:
+        """`multiply(v, gate)` for the documents of packed rows, inside the gate, `(B, L, D)`."""
+
+        def product(x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+            return multiply(x, Gate(None, self.act, real))
+
+        return self.apply(batches.map_documents(product, v), implementation)
 
     def groups_as_rows(self, size: int) -> "Gate":
         """The gate around `groups_as_rows` of the inputs."""

@@ -8,8 +8,8 @@ B batch, D channels, N order, w window, Q modes. The states of a layer, and the 
     s4d      the same with w = 1 and poles of each channel    y_t = sum_(j<w) head_j v_(t-j) + Re sum_q r_q s_t,q
 
 The cache computes the same in blocks of tokens and with room for `crop`. A recorded graph cannot, because blocks need
-counters. The two memories are the real and the imaginary part: ONNX has no complex numbers. Where n neighbouring channels
-share a filter, each of them has a row: B is n times the number of sequences.
+counters. The two memories are the real and the imaginary part: ONNX has no complex numbers. Where n neighbouring
+channels share a filter, each of them has a row: B is n times the number of sequences.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from ..configuration_tnn import HYENA, TOEPLITZ
+from ..configuration_tnn import GTU, S4, TOEPLITZ
 from ..tno import ToeplitzOperator
 from ..toeplitz_fused import Gate, groups_as_rows, rows_as_groups
 
@@ -108,7 +108,7 @@ class DecodingStep(nn.Module):
         config = model.config
         config.require("tno_type", config.tno_type in STEPS, f"one of {', '.join(STEPS)} for one step")
         config.require("layer_types", {*config.layer_types} == {TOEPLITZ}, f"{TOEPLITZ!r} in all layers for one step")
-        config.require("toeplitz_mixer", config.toeplitz_mixer != HYENA, "'gtu' or 's4' for one step")
+        config.require("toeplitz_mixer", config.toeplitz_mixer in (GTU, S4), "'gtu' or 's4' for one step")
         config.require("position_embedding", config.position_embedding is None, "None for one step")
         self.model = model.eval()
         self.steps = nn.ModuleList(STEPS[config.tno_type](layer.mixer.tno) for layer in model.model.layers)

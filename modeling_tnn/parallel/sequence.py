@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache_tnn import cache_of
-from ..configuration_tnn import HYENA, has_attention
+from ..configuration_tnn import GTU, S4, has_attention
 from ..inputs import check_attention_mask, check_labels, first_real_token, roll
 from ..packing import Documents, positions_of
 from ..tno import LayerContext, ToeplitzOperator
@@ -98,7 +98,7 @@ class SequenceParallel:
         self.mesh, self.group, self.index, self.count = mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size()
         config, why = self.base.config, "for a divided text, whose processes do not see tokens of others"
         config.require("layer_types", not has_attention(config), f"'toeplitz' in all layers {why}; use tp_plan='auto'")
-        config.require("toeplitz_mixer", config.toeplitz_mixer != HYENA, f"'gtu' or 's4' {why}")
+        config.require("toeplitz_mixer", config.toeplitz_mixer in (GTU, S4), f"'gtu' or 's4' {why}")
         operators = [layer.mixer.tno for layer in self.base.layers]
         if any(operator.local_operator is not None for operator in operators):
             raise ValueError("`model` must not be divided over processes already, got one that is")

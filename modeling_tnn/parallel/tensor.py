@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from ..configuration_tnn import GTU, HYENA, S4, TOEPLITZ
+from ..configuration_tnn import GTU, HYENA, MULTIHYENA, S4, TOEPLITZ
 from ..extensions import extensions
 from ..norms import bound_gradient
 from ..numerics import compute_dtype
@@ -34,6 +34,7 @@ MIXERS = {
     HYENA: {"in_proj": "tnn_filters", "short": "tnn_operator", "tno": "tnn_operator", "norm": "tnn_norm"},
     S4: {"tno": "tnn_sliced_operator"},
 }
+MIXERS[MULTIHYENA] = MIXERS[HYENA]
 GLU = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
 # PyTorch 2.11 cannot gather a `_StridedShard` over a single dimension, for a gradient or a saved folder. So with it,
@@ -44,7 +45,7 @@ DIVIDES_FILTERS = torch.__version__ >= "2.12"
 def tensor_plan(config) -> dict[str, str]:
     """Return the plan of a model with this configuration."""
     mixer = MIXERS[config.toeplitz_mixer] if TOEPLITZ in config.layer_types else None
-    adds = "low_rank" if config.toeplitz_mixer == HYENA and config.hyena_rank else "o_proj"
+    adds = "low_rank" if config.toeplitz_mixer in (HYENA, MULTIHYENA) and config.hyena_rank else "o_proj"
     parts = {
         "attention": ATTENTION if {*config.layer_types} - {TOEPLITZ} else {},
         "mixer": mixer | {adds: "rowwise"} if mixer else {},
@@ -100,7 +101,9 @@ class OperatorStyle(TensorParallelLayer):
         """Divide the parameters of an operator, and let it compute the channels of this process alone."""
         channels = shares_of(module, mesh)
         if getattr(module, "group_size", 1) > 1 and module.channels % mesh.size():
-            raise ValueError(f"`num_filter_groups` must be a multiple of {mesh.size()} processes, got {module.channels}")
+            raise ValueError(
+                f"`num_filter_groups` must be a multiple of {mesh.size()} processes, got {module.channels}"
+            )
         own = LocalOperator(module, channels, mesh.get_local_rank(), partial(local_parameters, module, mesh))
         for name, parameter in dict(module.named_parameters()).items():
             filters = module.channel_parameters.get(name)

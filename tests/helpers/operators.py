@@ -17,7 +17,7 @@ from helpers.models import UNALIGNED, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.history import SLACK
-from modeling_tnn.tno import continue_sequence
+from modeling_tnn.tno import continue_sequence, is_convolution
 from modeling_tnn.tno_auto import OPERATORS, build_tno
 
 
@@ -107,6 +107,22 @@ class OperatorTests:
             if operator.causal:
                 v = random_input(2, longer, operator.channels)
                 assert relative_error(operator(v[:, :shorter]), operator(v)[:, :shorter]) < 1e-12
+
+    def test_groups(self, causal):
+        """Channels that share a filter: bit for bit its product with each. Gradients and decoding, too."""
+        operator = random_operator(self.tno_type, causal, **{"num_filter_groups": 16} | self.fields)
+        v = random_input(2, 37, 64).requires_grad_()
+        apart = torch.stack([operator(v[..., first::4]) for first in range(4)], dim=3).flatten(2)
+        together = operator(v)
+        assert torch.equal(together, apart) or not is_convolution(operator)
+        assert relative_error(together, apart) < 1e-14
+        inputs = [v, *operator.parameters()]
+        found = (torch.autograd.grad(y.square().sum(), inputs, materialize_grads=True) for y in (together, apart))
+        assert all(relative_error(*pair) < 1e-12 for pair in zip(*found, strict=True))
+        if causal:
+            layer = TnnCacheLayer()
+            parts = [advance(layer, part.detach(), operator) for part in v.split([20, 1, 1, 15], dim=1)]
+            assert relative_error(torch.cat(parts, dim=1), apart) < 1e-11
 
     def test_causality(self, operator):
         """Rows are independent, and a causal operator does not see the future."""

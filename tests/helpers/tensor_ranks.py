@@ -29,7 +29,11 @@ ALL = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) f
 CASES = {name: ALL[name] for name in ("rpe-causal", "rtf-bidirectional")}
 CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1}), "s4": ("rtf", True, MIXED["s4"])}
 SLOW = {name: case for name, case in ALL.items() if name not in CASES}
-SLOW |= {"hyena": ("rtf", True, MIXED["hyena"])}
+SLOW |= {"hyena": ("rtf", True, MIXED["hyena"]), "multihyena": ("rtf", True, MIXED["multihyena"])}
+SLOW |= {
+    "groups": ("fd", True, {"num_filter_groups": 16}),
+    "groups s4": ("rtf", False, MIXED["s4"] | {"num_filter_groups": 8}),
+}
 SLOW |= {"hyena norm": ("hyena", False, {"toeplitz_mixer": "hyena", "hyena_norm": True})}
 # The heads are divided too.
 SLOW |= {"hybrid": ("rpe", True, HYBRIDS["full"] | {"num_key_value_heads": 4})}

@@ -21,6 +21,7 @@ from helpers.mixers import (
     gtu_by_definition,
     hyena_by_definition,
     mixer_of,
+    multihyena_by_definition,
     s4_by_definition,
 )
 from helpers.models import random, relative_error, seeded, tiny_config
@@ -44,6 +45,11 @@ class TestHyena(MixerTests):
     definition = staticmethod(hyena_by_definition)
 
 
+class TestMultiHyena(MixerTests):
+    fields = MIXED["multihyena"]
+    definition = staticmethod(multihyena_by_definition)
+
+
 class TestS4(MixerTests):
     fields = MIXED["s4"]
     silent = ("glu_norm.weight", "glu_norm.gate")  # it has no GLU
@@ -56,7 +62,7 @@ def language_model(name, causal=True, tno_type="rtf", **fields):
 
 
 def test_with_every_operator(variant):
-    for mixer in (TestHyena, TestS4):
+    for mixer in (TestHyena, TestMultiHyena, TestS4):
         assert_is_definition(mixer.definition, mixer_of(mixer.fields, *variant), 9)
 
 
