@@ -318,8 +318,8 @@ class TnnConfig(PreTrainedConfig):
     # The operator.
     causal: bool = True
     tno_type: str = "rpe"
-    tno_implementation: str = "auto"
     num_filter_groups: int | None = None
+    tno_implementation: str = "auto"
     tno_class: str | None = None
     max_kernel_length: int | None = None
     # Blocks.
@@ -644,9 +644,10 @@ def _check_built_in(config: "TnnConfig"):
     if config.tno_type == "rtf":
         longest = config.rtf_truncation_length
         config.require("rtf_state_size", config.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
-        filters = config.num_filter_groups or config.gtu_dim
-        divides = filters % (config.rtf_num_denominators or 1) == 0
-        config.require("rtf_num_denominators", divides, f"a divisor of {filters}, the number of filters")
+        groups, width = config.num_filter_groups, config.gtu_dim
+        divided = f"num_filter_groups={groups}" if groups else f"the GTU width {width}"
+        divides = (groups or width) % (config.rtf_num_denominators or 1) == 0
+        config.require("rtf_num_denominators", divides, f"a divisor of {divided}")
     if config.tno_type == "s4d":
         config.require("s4d_state_size", config.s4d_state_size % 2 == 0, "an even number")
         longest = config.s4d_dt_max
