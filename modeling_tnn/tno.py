@@ -6,6 +6,7 @@ B batch, L length, D channels. A variant is a subclass that defines the coeffici
 an entry in `tno_auto.py` and in `configuration_tnn.py` or, outside the package, one call of `register_operator`.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
+from .configuration_tnn import MULTIHYENA
 from .extensions import extensions
 from .numerics import is_exported, without_narrowing
 from .packing import Documents
@@ -24,6 +26,9 @@ from .toeplitz_fused import NO_GATE, Gate, groups_as_rows, is_response, rows_as_
 
 # Result of `ToeplitzOperator.kernel_of`: taps, a response, or several parts.
 Kernel = torch.Tensor | tuple
+
+# The shortest and the longest time constant of a slow start, in positions.
+TIME_CONSTANTS = 512, 4096
 
 
 class LayerContext(NamedTuple):
@@ -66,11 +71,14 @@ class ToeplitzOperator(nn.Module):
     local_operator: Callable[[], "ToeplitzOperator"] | None = None
     # `compile/regions.py` sets what compiles the kernels of all layers while they are trained.
     regions: Callable | None = None
+    # Whether filters begin as exponentials, t_k = exp(-k / `time_constants`), if the variant can: heads then recall.
+    slow_start = False
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
         self.layer_idx, self.channels = layer_idx, config.num_filter_groups or config.gtu_dim
         self.group_size = config.operator_dim // self.channels
+        self.slow_start = config.toeplitz_mixer == MULTIHYENA
         self.causal = config.causal  # whether t_k = 0 for k < 0
         self.implementation = config.tno_implementation
         # In [0, 1), different for every layer, so that layers do not start a block at the same token of decoding.
@@ -88,6 +96,11 @@ class ToeplitzOperator(nn.Module):
 
     def reset_parameters(self):
         """Initialise the operator's own parameters by `transformers.initialization`, which keeps loaded ones."""
+
+    def time_constants(self, count: int) -> torch.Tensor:
+        """The number of positions in which each of `count` exponentials of a slow start falls to 1/e, `(count,)`."""
+        shortest, longest = (math.log2(constant) for constant in TIME_CONSTANTS)
+        return torch.logspace(shortest, longest, count, base=2.0, dtype=torch.float64)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """The coefficients for a sequence of `length` positions L. They do not depend on the batch.

@@ -165,6 +165,20 @@ class ModalOperator(ToeplitzOperator):
         init.normal_(self.residues, std=self.num_modes**-0.5)
         init.uniform_(self.log_rate, -6.0, 0.0)
         init.uniform_(self.angle, 0.0, torch.pi)
+        if self.slow_start:
+            self.start_slowly()
+
+    def start_slowly(self):
+        """Begin with one exponential for each channel, of as many time constants as there are modes."""
+        constants = self.time_constants(self.num_modes).to(self.head)  # (Q,)
+        own = torch.arange(self.channels, device=self.head.device) * self.num_modes // self.channels  # (D,)
+        one = nn.functional.one_hot(own, self.num_modes).to(self.head)  # (D, Q)
+        lags = torch.arange(self.window + 1, device=self.head.device)
+        taps = torch.exp(-lags / constants[own, None])  # (D, w + 1)
+        init.copy_(self.head, taps[:, :-1])
+        init.copy_(self.residues, torch.stack([one * taps[:, -1:], torch.zeros_like(one)], dim=-1))
+        init.copy_(self.log_rate, -constants.log())
+        init.zeros_(self.angle)
 
     def powers(self, exponents: torch.Tensor) -> torch.Tensor:
         """The powers lambda_q^n for the exponents `(M,)`, complex `(Q, M)`, computed in float64."""

@@ -144,6 +144,10 @@ class ExplicitOperator(ToeplitzOperator):
 
     def reset_parameters(self):
         init.normal_(self.taps, std=self.longest**-0.5)
+        if self.slow_start:
+            first = 0 if self.causal else 1 - self.longest
+            lags = torch.arange(first, self.longest, device=self.taps.device).abs()
+            init.copy_(self.taps, torch.exp(-lags / self.time_constants(self.channels).to(lags.device)[:, None]))
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         dtype = compute_dtype(self.taps.dtype)

@@ -455,6 +455,21 @@ class RtfOperator(ToeplitzOperator):
         init.ones_(self.direct)
         if self.slack is not None:
             init.uniform_(self.slack)
+        if self.slow_start:
+            self.start_slowly()
+
+    def start_slowly(self):
+        """Begin with one pole p = exp(-1 / time constant) for each denominator: k_t = p^t."""
+        sides, rows = len(self.numerator) // self.channels, len(self.denominator)
+        pole = torch.exp(-1 / self.time_constants(rows // sides)).to(self.denominator)  # (Q,)
+        first = torch.arange(self.denominator.shape[1], device=pole.device) == 0  # (N,)
+        # The constraint divides by the sum of the magnitudes and the slack.
+        init.copy_(self.denominator, -(pole if self.slack is None else pole / pole).repeat(sides)[:, None] * first)
+        if self.slack is not None:
+            init.copy_(self.slack, 1 / pole - 1)
+        rest = per_filter((1 - pole**self.size).repeat(sides), len(self.numerator))  # the tail wraps around
+        init.copy_(self.numerator, (per_filter(pole.repeat(sides), len(rest)) * rest)[:, None] * first)
+        init.copy_(self.direct, rest)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         if is_fused(self.implementation) and length <= self.size:  # (D, L) or (2D, L)

@@ -250,6 +250,19 @@ class S4dOperator(ToeplitzOperator):
         init.normal_(self.weights, std=0.5**0.5)  # complex numbers of variance 1, as in the paper
         init.copy_(self.weights, self.weights * scale[:, None].to(self.weights))
         init.normal_(self.direct)
+        if self.slow_start:
+            self.start_slowly()
+
+    def start_slowly(self):
+        """Begin with exponentials as the slowest modes; the others have no weight. With alpha = -1/2, 2 c g = 1."""
+        index = torch.arange(self.num_modes, device=self.imag.device)
+        slowest = index == self.imag[0].abs().argmin()  # (Q,)
+        constants = self.time_constants(self.channels).repeat(len(self.log_step) // self.channels)  # (D,) or (2D,)
+        constants = constants.to(self.weights)
+        init.copy_(self.imag, self.imag.where(~slowest, 0))
+        init.copy_(self.log_step, (2 / constants).log())
+        init.copy_(self.weights, torch.stack([constants[:, None] / 4 * slowest, torch.zeros_like(self.imag)], dim=-1))
+        init.zeros_(self.direct)
 
     def modes(self) -> tuple[Poles, Pair]:
         """The poles and the weights w = 2 c g of all filters, `(D, Q)` or `(2D, Q)` each, in float64."""
