@@ -4,6 +4,7 @@ Every way of decoding is in `test_generation.py` and its neighbours.
 """
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,10 +26,19 @@ from helpers.mixers import (
     s4_by_definition,
 )
 from helpers.models import random, relative_error, seeded, tiny_config
-from modeling_tnn import DecodingStep, SequenceParallel, TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn import (
+    DecodingStep,
+    SequenceParallel,
+    TnnForCausalLM,
+    TnnForMaskedLM,
+    TnnModel,
+    numerics,
+    outer_product,
+)
 from modeling_tnn.configuration_tnn import MIXERS
 from modeling_tnn.mixers import ShortConvolution
 from modeling_tnn.modeling_tnn import TOEPLITZ_MIXERS
+from modeling_tnn.outer_product import convolved_product, masked_product
 from modeling_tnn.tno import LayerContext
 
 
@@ -74,6 +84,45 @@ def test_other_sizes_and_operators():
         mixer = mixer_of(MIXED["hyena"], "rpe", causal, short_conv_kernel=taps, hyena_rank=rank)
         assert_is_definition(hyena_by_definition, mixer, 9)
     assert_is_definition(hyena_by_definition, mixer_of(MIXED["hyena"], "gaussian"), 17)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_both_forms_of_the_heads(causal):
+    """Equal values for few and many lags, heads that share a filter, parts without gradients; second derivatives."""
+    for heads, size, filters, length, taps in [(2, 3, 2, 7, 7), (4, 2, 2, 9, 4), (3, 1, 1, 1, 1), (2, 4, 1, 40, 63)]:
+        parts = [random(2, length, heads * size).permute(2, 0, 1).unflatten(0, (heads, size)) for _ in range(3)]
+        kernel = random(filters, taps if causal else 2 * taps - 1)
+        found = [form(*parts, kernel, causal) for form in (masked_product, convolved_product)]
+        assert relative_error(*found) < 1e-12
+    inputs = [one[..., :5].clone().requires_grad_() for one in (*parts, kernel)]
+    for form in (masked_product, partial(convolved_product, implementation="fused")):
+        torch.autograd.gradgradcheck(lambda *given, form=form: form(*given, causal), inputs, fast_mode=True)
+
+
+def test_heads_of_a_long_sequence(monkeypatch):
+    """The convolved form, a part of the heads at a time, and the form that a graph records."""
+    mixer = mixer_of(MIXED["multihyena"], "rtf").eval()
+    x = random(2, 50, 6)
+    expected = mixer(x)  # 50 positions, heads of 3: convolved
+    monkeypatch.setattr(outer_product, "LONGEST_MASK", 50)
+    assert relative_error(mixer(x), expected) < 1e-12
+    monkeypatch.setattr(outer_product, "LONGEST_MASK", 0)
+    monkeypatch.setattr(numerics, "PART", 1)
+    with torch.no_grad():
+        assert relative_error(mixer(x), expected) < 1e-12
+
+
+@pytest.mark.parametrize("tno_type", ["explicit", "s4d", "rtf", "modal"])
+def test_filters_of_heads_begin_slowly(tno_type):
+    """As exponentials of the time constants, so that heads learn to recall; keys begin one place late."""
+    for causal in (True, False)[: 1 if tno_type == "modal" else 2]:
+        fields = {"decay": None, "num_mixer_heads": 8, "num_filter_groups": 8, "rtf_num_denominators": None}
+        model = seeded(TnnModel, tiny_config(tno_type, causal, **MIXED["multihyena"] | fields | {"num_modes": 8}))
+        mixer = model.layers[0].mixer
+        kernel, taps = mixer.tno.coefficients(50), mixer.short.taps.unflatten(0, (3, -1)).mean(1)
+        lags = torch.arange(kernel.shape[1]) - (0 if causal else 49)
+        assert relative_error(kernel, torch.exp(-lags.abs() / mixer.tno.time_constants(8)[:, None])) < 1e-2
+        assert taps.argmax(1).tolist() == ([0, 1, 0] if causal else [1, 2, 1]), taps
 
 
 def test_an_offloaded_cache():
