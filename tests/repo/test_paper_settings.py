@@ -57,6 +57,9 @@ PRESETS = {
     "tnn-causal-s4-rtf": {"toeplitz_mixer": "s4", "tno_type": "rtf", "rtf_state_size": 64},
     "tnn-causal-hyena-rtf": {"toeplitz_mixer": "hyena", "num_hidden_layers": 12, "hidden_size": 768, "hyena_rank": 384,
                              "rtf_state_size": 64, "hidden_dropout_prob": 0.25, "max_position_embeddings": 1024},
+    # RTF appendix C.4.
+    "tnn-causal-multihyena": {"toeplitz_mixer": "multihyena", "num_hidden_layers": 12, "hidden_size": 768,
+                              "num_mixer_heads": 256, "layer_types": ["toeplitz", "full_attention"] * 6},
     # Of the released configuration.
     "hyenadna-small-32k": {"tno_type": "hyena", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024,
                            "hyena_filter_order": 64, "hyena_filter_emb_dim": 5, "hyena_filter_length": 32770},

@@ -27,6 +27,7 @@ PARAMETERS = {
     "tnn-bidirectional-small": 3_998_592,
     "tnn-causal-rtf": 49_190_400,
     "tnn-causal-hyena-rtf": 124_978_944,
+    "tnn-causal-multihyena": 162_433_920,
     "tnn-causal-s4-rtf": 221_520_192,
     "tnn-causal": 48_667_136,
     "tnn-causal-rpe3": 48_579_776,
