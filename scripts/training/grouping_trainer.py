@@ -1,4 +1,4 @@
-"""Trainer as all programs of fine-tuning use it: groups of parameters, the loss in the bar, stops by signals."""
+"""Trainer as all programs of fine-tuning use it: groups of parameters, and stops by signals."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ProgressCallback
 
 from tnn_programs.cli.runs import RUN, STATE, check_same_run, describe_run, read_object, write_checksums
 from tnn_programs.training.optimizers import regroup
@@ -21,7 +20,7 @@ NUMBERS = ("global_step", "max_steps", "num_train_epochs", "epoch")
 
 
 class GroupingTrainer(Trainer):
-    """Trainer with parameters that have settings of their own, and a bar with the loss.
+    """Trainer with parameters that have settings of their own.
 
     It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False. A language model
     skips its logits in training.
@@ -37,8 +36,6 @@ class GroupingTrainer(Trainer):
             config.skip_logits = True
         super().__init__(model, *arguments, **options)
         self.groups = groups or {}
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(LossBar)
         fit_to_device(self.args)
         if self.args.bf16:
             warn_of_bfloat16(self.args.device, "--bf16 false")
@@ -66,20 +63,6 @@ def fit_to_device(args: TrainingArguments):
     on_cpu = args.device.type == "cpu"
     args.dataloader_pin_memory &= not on_cpu  # else PyTorch warns
     args.logging_nan_inf_filter &= on_cpu
-
-
-class LossBar(ProgressCallback):
-    """Transformers' bar with the last loss in it, where the original prints dictionaries below it."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is None:
-            return
-        if "loss" in logs:
-            self.training_bar.set_postfix_str(f"loss {logs['loss']:.3f}, lr {logs['learning_rate']:.1e}")
-        figures = [(name, value) for name, value in logs.items() if name.startswith("eval_")]
-        shown = [f"{name[5:]} {value:.4g}" for name, value in figures if not name.endswith(("runtime", "_second"))]
-        if shown:
-            self.training_bar.write(f"step {state.global_step}: validation {', '.join(shown)}")
 
 
 class StopCallback(TrainerCallback):
