@@ -69,11 +69,6 @@ class TaskData:
             self.splits[split] = kept.add_column("label", [numbers.get(label, -1) for label in given])
 
     @property
-    def is_pairs(self) -> bool:
-        """Whether a row has two texts."""
-        return len(self.text_columns) == 2
-
-    @property
     def validation_splits(self) -> list[str]:
         """MNLI has two."""
         return [name for name in ("validation", "validation_matched", "validation_mismatched") if name in self.splits]

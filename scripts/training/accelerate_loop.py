@@ -9,7 +9,6 @@ import math
 import pickle
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tnn_programs.cli.errors import MemoryExceededError, UserError, suggest_smaller
 
@@ -28,6 +27,7 @@ from tnn_programs.cli.atomic import new_folder, write_json
 from tnn_programs.cli.runs import STATE, check_same_run, checkpoints, describe_run, prune, read_object, write_checksums
 from tnn_programs.cli.training_arguments import PretrainArguments
 from tnn_programs.data.corpus import DEMO_CORPUS
+from tnn_programs.data.streaming import TextStream
 from tnn_programs.training.costs import flops_of_token, peak_of
 from tnn_programs.training.optimizers import build_optimizer, build_scheduler, decayed_parameters
 from tnn_programs.training.passes import (
@@ -41,9 +41,6 @@ from tnn_programs.training.passes import (
 )
 from tnn_programs.training.processes import StopRequest, StopRequested, check_tables, prepare, shard_errors
 from tnn_programs.training.step_reports import StepReports
-
-if TYPE_CHECKING:  # read where a run asks for it
-    from tnn_programs.data.streaming import TextStream
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
@@ -84,7 +81,7 @@ class Pretraining:
         accelerator: Accelerator,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        train: "BlockStream | TextStream",
+        train: BlockStream | TextStream,
         validation: BlockStream,
     ):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
@@ -111,7 +108,7 @@ class Pretraining:
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
-    def _loader(self, stream: "BlockStream | TextStream", batch_size: int, start: int, stop: int):
+    def _loader(self, stream: BlockStream | TextStream, batch_size: int, start: int, stop: int):
         device, workers = self.accelerator.device.type, self.args.dataloader_num_workers
         if workers is None:
             workers = 0 if device == "cpu" else 2

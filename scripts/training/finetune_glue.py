@@ -5,12 +5,10 @@ import dataclasses
 import itertools
 import logging
 import math
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tnn_programs.cli.errors import suggest_smaller
 
@@ -35,7 +33,7 @@ from tnn_programs.cli.model_path import check_vocabulary, load, require_padding
 from tnn_programs.cli.parser import parse_overrides
 from tnn_programs.cli.runs import RUN, check_run, find_checkpoint, read_object
 from tnn_programs.cli.tables import ERRORS, format_metric, markdown_table
-from tnn_programs.cli.training_arguments import fine_tuning_of
+from tnn_programs.cli.training_arguments import GroupArguments, fine_tuning_of
 from tnn_programs.data.glue import (
     OF_VALUES,
     TaskData,
@@ -53,9 +51,6 @@ from tnn_programs.training.processes import StopRequested
 from tnn_programs.training.publishing import open_repository, upload
 from tnn_programs.training.trainer import logits_of, output_folder, save, train
 
-if TYPE_CHECKING:
-    from tnn_programs.cli.training_arguments import GroupArguments
-
 logger = logging.getLogger("finetune_glue")
 
 
@@ -70,7 +65,7 @@ def check_metric(name: str, classes: list[str] | None):
 class Task:
     """A task with its metric and its tokenized data, which all runs of a sweep share."""
 
-    def __init__(self, data: TaskData, args: "GroupArguments"):
+    def __init__(self, data: TaskData, args: GroupArguments):
         self.data, self.args, self.name = data, args, data.name or "files"
         self.is_regression = data.label_names is None
         self.metrics = (args.metric_name,) if args.metric_name else metrics_of(data.name, self.is_regression)
@@ -289,9 +284,7 @@ def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
 
 def summarize(task: Task, runs: list[dict]) -> dict:
     """The summary of a task: the learning rate with the best mean over the seeds, and the best run."""
-    first = task.splits["train"][0][task.data.text_columns[0]][:60]
-    example = first if re.fullmatch("[ACGTN]+", first) else "A sentence."
-    key, about = f"eval_{task.main_metric}", {"task": task.name, "pairs": task.data.is_pairs, "example": example}
+    key, about = f"eval_{task.main_metric}", {"task": task.name}
     if any(key not in run for run in runs):
         return about | {"runs": runs}
     by_rate = {}
@@ -331,7 +324,7 @@ def table(summaries: list[dict]) -> str:
     return markdown_table(headers, lines, texts=2)
 
 
-def check_before_start(args: "GroupArguments", training: TrainingArguments):
+def check_before_start(args: GroupArguments, training: TrainingArguments):
     """Refuse options that contradict each other."""
     if not (training.do_train or args.sweep or training.do_eval or training.do_predict):
         raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
@@ -347,7 +340,7 @@ def check_before_start(args: "GroupArguments", training: TrainingArguments):
             raise ValueError(f"--{name} must not be given with --sweep, which reads --{several}, got {value}")
 
 
-def load_data(args: "GroupArguments", training: TrainingArguments) -> dict[Path, TaskData]:
+def load_data(args: GroupArguments, training: TrainingArguments) -> dict[Path, TaskData]:
     """The data of all tasks, or of the files, by the folder for the model."""
     if args.dataset_name is not None:
         tasks = args.dataset_config_name or [None]
@@ -368,7 +361,7 @@ def load_data(args: "GroupArguments", training: TrainingArguments) -> dict[Path,
     return folders
 
 
-def run_all(args: "GroupArguments", training: TrainingArguments) -> list[dict]:
+def run_all(args: GroupArguments, training: TrainingArguments) -> list[dict]:
     """Run all tasks; the summary of each."""
     folders, output_dir, summaries = load_data(args, training), Path(training.output_dir), []
     main_process = training.process_index == 0
@@ -389,7 +382,7 @@ def run_all(args: "GroupArguments", training: TrainingArguments) -> list[dict]:
     return summaries
 
 
-def run(args: "GroupArguments", training: TrainingArguments):
+def run(args: GroupArguments, training: TrainingArguments):
     """Run all tasks, and say what came out and what is next."""
     logging.basicConfig(format="%(message)s")
     for name in ("finetune_glue", "push_to_hub"):
@@ -406,5 +399,4 @@ def run(args: "GroupArguments", training: TrainingArguments):
         logger.info("%s%s", message, "" if args.sweep else f" Continue with --resume_from_checkpoint {checkpoint}.")
         sys.exit(status)
     if (training.do_train or args.sweep) and len(summaries) == 1 and training.process_index == 0:
-        kind, example = "pairs" if summaries[0]["pairs"] else "sentences", summaries[0]["example"]
-        logger.info("%s", next_steps(training.output_dir, kind, prompt=example))
+        logger.info("%s", next_steps(training.output_dir, "classifier"))

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -20,8 +19,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from modeling_tnn.compile.regions import compile_regions
 from modeling_tnn.configuration_tnn import TnnConfig
-from modeling_tnn.kernels.loss import linear_cross_entropy
-from modeling_tnn.linear import is_plain_linear
 from tnn_programs.cli.training_arguments import PretrainArguments
 
 logger = logging.getLogger("pretrain")
@@ -50,7 +47,7 @@ def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], causal: bo
 def summed_loss(
     model: torch.nn.Module, config: PreTrainedConfig, batch: dict[str, torch.Tensor], causal: bool
 ) -> torch.Tensor:
-    """The sum of the losses of a batch with labels, without the logits of the whole batch if the head allows it.
+    """The sum of the losses of a batch with labels; of a TNN without the logits of the whole batch.
 
     Args:
         model: in training mode, maybe wrapped for several devices.
@@ -59,33 +56,7 @@ def summed_loss(
     if isinstance(config, TnnConfig):
         options = {"num_items_in_batch": 1, "skip_logits": True} | ({"use_cache": False} if causal else {})
         return model(input_ids=batch["input_ids"], labels=batch["labels"], **options).loss
-    inner = getattr(model, "module", model)  # as DistributedDataParallel and FSDP name it
-    head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
-    if head is not None and is_plain_linear(head):
-        made = []
-        head.forward = partial(loss_of_head, head, batch["labels"], causal, made)
-        try:
-            found = logits_of(model, batch, causal)
-        finally:
-            del head.forward
-        # Some models scale or cap their logits after the head, and need them.
-        if len(made) == 1 and found is made[0] and found._version == 0:
-            return found.sum()
     return token_losses(logits_of(model, batch, causal), batch["labels"], causal).sum()
-
-
-def loss_of_head(
-    head: torch.nn.Linear, labels: torch.Tensor, causal: bool, made: list[torch.Tensor], hidden: torch.Tensor
-) -> torch.Tensor:
-    """The loss of hidden states `(B, L, d)`, in the place and with the dimensions of logits: `(1, 1, 1)`.
-
-    It is computed where the head is called, because engines of several devices have its weight there alone.
-    """
-    if causal:
-        hidden, labels = hidden[:, :-1], labels[:, 1:]
-    loss = linear_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten())
-    made.append(loss.expand(1, 1, 1))
-    return made[-1]
 
 
 def try_passes(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):

@@ -8,7 +8,6 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tnn_programs.cli.errors import MemoryExceededError, suggest_smaller
 
@@ -17,14 +16,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, InitProcessGroupKwargs
-from transformers import (
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from modeling_tnn.data.blocks import BlockStream
+from modeling_tnn.data.dna import dna_tokenizer
 from modeling_tnn.data.text import pack, train_tokenizer
 from modeling_tnn.tools.poles import find_unstable
 from tnn_programs.cli.atomic import SavingError, claim, new_files, new_folder, write_json
@@ -34,8 +29,17 @@ from tnn_programs.cli.runs import STATE, check_run, checkpoints, continues, find
 from tnn_programs.cli.text_files import check_file, is_fasta
 from tnn_programs.cli.training_arguments import PretrainArguments, choose_schedule
 from tnn_programs.data.corpus import load_corpus, workers_for
+from tnn_programs.data.genome import build_genome_streams
+from tnn_programs.data.mixture import open_corpus
+from tnn_programs.data.streaming import TextStream, build_text_streams
 from tnn_programs.training.accelerate_loop import Pretraining, perplexity
-from tnn_programs.training.costs import reserved_memory
+from tnn_programs.training.costs import (
+    blocks_of_process,
+    choose_micro_batch,
+    describe_costs,
+    measure_step,
+    reserved_memory,
+)
 from tnn_programs.training.models import build_config, build_model
 from tnn_programs.training.optimizers import try_schedule
 from tnn_programs.training.passes import compile_blocks, summed_loss, warn_of_bfloat16
@@ -47,9 +51,7 @@ from tnn_programs.training.processes import (
     prepare_engine,
     watching_processes,
 )
-
-if TYPE_CHECKING:  # read where a run asks for it
-    from tnn_programs.data.streaming import TextStream
+from tnn_programs.training.publishing import open_repository, upload
 
 logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."
@@ -122,8 +124,6 @@ def build_tokenizer(
         source = Path(args.output_dir) / "tokenizer"
         if accelerator.is_main_process:
             if texts is None:
-                from modeling_tnn.data.dna import dna_tokenizer
-
                 trained = dna_tokenizer(args.block_size)
             else:
                 trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
@@ -168,19 +168,14 @@ def build_stream(
 
 def build_data(
     args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig
-) -> tuple[PreTrainedTokenizerBase, "BlockStream | TextStream", BlockStream]:
+) -> tuple[PreTrainedTokenizerBase, BlockStream | TextStream, BlockStream]:
     """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
     if args.streaming:
-        from tnn_programs.data.mixture import open_corpus
-        from tnn_programs.data.streaming import build_text_streams
-
         texts, validation = open_corpus(args)
         tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())
         return tokenizer, *build_text_streams(args, accelerator, texts, validation, tokenizer)
     source, config_name = args.train_file or next(iter(args.dataset_name), None), args.dataset_config_name
     if source is not None and is_fasta(source):
-        from tnn_programs.data.genome import build_genome_streams
-
         tokenizer = build_tokenizer(args, accelerator, config, None)
         return tokenizer, *build_genome_streams(args, tokenizer)
     corpus = load_corpus(source, next(iter(config_name), None), args.validation_file, args.text_column, args.documents)
@@ -195,8 +190,6 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     config = build_config(args)
     processes, resumed = accelerator.num_processes, args.resume_from_checkpoint
     if args.global_batch_tokens is not None:
-        from tnn_programs.training.costs import blocks_of_process, choose_micro_batch
-
         blocks_of_process(args, processes)  # before the text is read
     saved = None if resumed is None else read_object(Path(resumed) / STATE).get("fingerprint")
     if (line := choose_schedule(args, config, saved)) is not None:
@@ -286,8 +279,6 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
     """
     pretraining, repository = build(args, accelerator), None
     if args.push_to_hub and accelerator.is_main_process:
-        from tnn_programs.training.publishing import open_repository
-
         repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)
     if args.report_to != "none":
         options = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
@@ -329,8 +320,6 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     Raises:
         MemoryExceededError: a step does not fit into memory.
     """
-    from tnn_programs.training.costs import choose_micro_batch, describe_costs, measure_step
-
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
         line = choose_micro_batch(args, accelerator, model)
@@ -365,8 +354,6 @@ def run(args: PretrainArguments) -> dict | None:
             accelerator.end_training()
             report(metrics, args)
             if repository is not None:
-                from tnn_programs.training.publishing import upload
-
                 upload(args.output_dir, repository, pretraining.config.model_type)
         except (OSError, MemoryExceededError, SavingError, LostProcessError) as error:
             if not checkpoints(Path(args.output_dir)):

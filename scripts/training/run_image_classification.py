@@ -7,7 +7,6 @@ mirrored or not, RandAugment and a rectangle of noise; then mixed pictures, each
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +19,11 @@ from transformers import AutoModelForImageClassification, PreTrainedConfig, Trai
 from modeling_tnn.tools.poles import PoleCallback
 from tnn_programs.cli.model_path import check_path
 from tnn_programs.cli.parser import load_config, parse_overrides
+from tnn_programs.cli.task_arguments import ClassifierArguments
 from tnn_programs.data.lra import limit
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.peers import vit_like
 from tnn_programs.training.trainer import accuracy, classifier_run, train_classifier
-
-if TYPE_CHECKING:
-    from tnn_programs.cli.task_arguments import ClassifierArguments
 
 EVALUATED = ("validation", "test")
 # DeiT evaluates the middle 224 of 256 pixels.
@@ -162,7 +159,7 @@ class Pictures:
         return self.splits[split].with_transform(transform)
 
 
-def load_pictures(args: "ClassifierArguments") -> Pictures:
+def load_pictures(args: ClassifierArguments) -> Pictures:
     """The splits, with at most as many rows as the options allow."""
     check_path(args.dataset_name, "--dataset_name")
     splits = load_dataset(args.dataset_name, args.dataset_config_name)
@@ -182,7 +179,7 @@ def load_pictures(args: "ClassifierArguments") -> Pictures:
     return Pictures(DatasetDict({name: limit(splits[name], count) for name, count in rows.items()}), images[0], label)
 
 
-def build_config(args: "ClassifierArguments", classes: list[str]) -> PreTrainedConfig:
+def build_config(args: ClassifierArguments, classes: list[str]) -> PreTrainedConfig:
     """The configuration of the preset, or of a transformer of its size, with the classes of the data."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: label for label, name in enumerate(classes)}}
     overrides = parse_overrides(args.config_overrides)
@@ -190,7 +187,7 @@ def build_config(args: "ClassifierArguments", classes: list[str]) -> PreTrainedC
     return vit_like(config) if args.transformer else config
 
 
-def run(args: "ClassifierArguments", training: TrainingArguments):
+def run(args: ClassifierArguments, training: TrainingArguments):
     """Train, evaluate and save."""
     with classifier_run(args, training):
         training.remove_unused_columns = False  # the inputs are computed from the columns when a row is read
