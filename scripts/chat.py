@@ -37,10 +37,6 @@ class ChatArguments(WriterArguments):
         super().__post_init__()
         check_text("--system", self.system or "")
         check_counts(self, "max_new_tokens")
-        temperature, top_p = (1 if given is None else given for given in (self.temperature, self.top_p))
-        if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
-            given = f"{temperature:g} and {top_p:g}"
-            raise ValueError(f"--temperature must be at least 0, and --top_p in (0, 1], got {given}")
 
 
 def show_help(tokenizer):

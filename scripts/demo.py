@@ -14,14 +14,11 @@ from tnn_programs.cli.errors import importing, report_errors
 
 from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.commands import next_steps
-from tnn_programs.cli.declared import NAMES
-from tnn_programs.cli.model_path import did_you_mean
 from tnn_programs.cli.parser import load_config, option, parse_arguments
 from tnn_programs.cli.serving_arguments import PageArguments
 from tnn_programs.cli.training_arguments import PretrainArguments
 
 logger = logging.getLogger("demo")
-OPERATORS = NAMES["modeling_tnn.configuration_tnn.DIRECTIONS"]
 
 
 @dataclass
@@ -46,9 +43,6 @@ class DemoArguments:
     serve: bool = option(False, "Then serve a page with the model, as tnn serve does.")
 
     def __post_init__(self):
-        if self.tno_type is not None and self.tno_type not in OPERATORS:
-            hint = did_you_mean(self.tno_type, OPERATORS)
-            raise ValueError(f"--tno_type must be one of {', '.join(OPERATORS)}, got {self.tno_type}{hint}")
         self.pretraining()
 
     def pretraining(self) -> PretrainArguments:

@@ -106,7 +106,7 @@ class GlueArguments(GroupArguments):
 
 @report_errors
 def main():
-    # Other defaults than Trainer's: a rate that follows from the model, and a loss in the bar.
+    # Other defaults than Trainer's: a rate that follows from the model, and the loss more often.
     start(GlueArguments, __doc__, "finetune_glue", "scipy", "sklearn", learning_rate=None, logging_steps=10)
 
 

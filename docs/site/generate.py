@@ -37,7 +37,6 @@ PAGES = Path(__file__).parents[1] / "reference"
 DECLARED = Path(tnn_programs.__file__).parent / "cli" / "declared.json"
 # Tables, tuples and Enums whose names options take.
 NAMES = (
-    "modeling_tnn.configuration_tnn.DIRECTIONS",
     "modeling_tnn.original.architectures.ARCHITECTURES",
     "modeling_tnn.original.architectures.HEADS",
     "tnn_programs.data.glue.FUNCTIONS",

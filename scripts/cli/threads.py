@@ -25,7 +25,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/se
 
 
 def limit_threads():
-    """Let PyTorch, which is not imported yet, keep to the quota, and say if others use the CPUs.
+    """Let PyTorch, which is not imported yet, keep to the quota.
 
     OMP_NUM_THREADS, which torchrun and accelerate set too, goes before.
     """
@@ -35,9 +35,3 @@ def limit_threads():
     threads = max(1, int(min(cpus, cpu_quota())))
     if threads < os.cpu_count():
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0  # Windows has none
-    if threads > 1 and load > os.cpu_count():
-        sys.stderr.write(
-            f"Other programs use this machine (load {load:.0f}, {os.cpu_count()} CPUs): on a CPU, OMP_NUM_THREADS=1 "
-            f"is faster than {threads} threads.\n"
-        )

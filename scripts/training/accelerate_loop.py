@@ -66,11 +66,6 @@ class TrainerState:
     train_cpu_seconds: float = 0.0
     history: list[dict] = dataclasses.field(default_factory=list)
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if not isinstance(value, list if name == "history" else int | float | None):
-                raise TypeError(f"{name} of the state has another type than it was saved with, got {value!r}")
-
 
 class Pretraining:
     """One training run: its state, and its steps, evaluations and checkpoints."""

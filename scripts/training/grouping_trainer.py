@@ -10,13 +10,10 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tnn_programs.cli.runs import RUN, STATE, check_same_run, describe_run, read_object, write_checksums
+from tnn_programs.cli.runs import RUN, check_same_run, describe_run, read_object, write_checksums
 from tnn_programs.training.optimizers import regroup
 from tnn_programs.training.passes import warn_of_bfloat16
 from tnn_programs.training.processes import StopRequest
-
-# Fields of Trainer's state that it computes with.
-NUMBERS = ("global_step", "max_steps", "num_train_epochs", "epoch")
 
 
 class GroupingTrainer(Trainer):
@@ -106,9 +103,6 @@ def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> 
 
 
 def check_checkpoint(checkpoint: Path, run: dict):
-    """Refuse a checkpoint of another run of Trainer, or with a state that is none, with a ValueError."""
-    state = read_object(checkpoint / STATE)
-    if wrong := [name for name in NUMBERS if not isinstance(state.get(name), int | float)]:
-        raise ValueError(f"{checkpoint / STATE} is damaged: {wrong[0]} must be a number, got {state.get(wrong[0])!r}")
+    """Refuse a checkpoint of another run of Trainer, with a ValueError."""
     if (checkpoint / RUN).is_file():
         check_same_run(checkpoint, read_object(checkpoint / RUN), run)

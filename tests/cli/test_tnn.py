@@ -83,7 +83,7 @@ WRONG = {
     "evaluate": "--model_name_or_path a/b --validation_file none.txt --output_dir out",
     "convert": "none.pt out --architecture tnn_v2_decay_99_pre",
     "pretrain": "--train_file none.txt",
-    "demo": "--tno_type rpee",
+    "demo": "--config_name tnn-tny",
     "plan": "--config_name tnn-cuasal",
     "presets": "tnn-smal",
     "finetune-glue": "--model_name_or_path a/b --task_name sst3 --do_train",

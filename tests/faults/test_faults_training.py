@@ -1,6 +1,5 @@
 """Signals and exhausted memory in training and evaluation: the work is saved, and resuming gives the same result."""
 
-import json
 import os
 import signal
 import sys
@@ -182,12 +181,6 @@ def test_trainer_resumes_no_other_run(tmp_path):
             run_script(*resume, given)
     for name in ("run.json", "checksums.json"):
         (tmp_path / "checkpoint-3" / name).unlink()
-    state, said = tmp_path / "checkpoint-3" / "trainer_state.json", read(tmp_path / "checkpoint-3", "trainer_state")
-    for changed in ({}, said | {"global_step": "3"}, said | {"epoch": None}):
-        state.write_text(json.dumps(changed))
-        with pytest.raises(SystemExit, match=r"trainer_state.json is damaged: \w+ must be a number, got"):
-            run_script(*resume)
-    state.write_text(json.dumps(said))
     run_script(*resume, "--learning_rate", "1e-3")
     assert read(tmp_path)["steps"] == 6
 

@@ -56,8 +56,7 @@ def test_program(plain_model, monkeypatch):
 
 
 REFUSED = [
-    ("--temperature -1", "Hello", "--temperature must be at least 0, and --top_p"),
-    ("--top_p 0", "Hello", "--top_p in (0, 1], got 1 and 0"),
+    ("--temperature -1", "Hello", "`temperature` (=-1.0) has to be a strictly positive float"),
     # As Python reads them from a terminal or a command line that is not UTF-8.
     ("", "a\udcff", "must be text in UTF-8, got 'a\\udcff'"),
     # The model would never read it.
