@@ -46,11 +46,15 @@ class OutputLinear(CastingLinear):
     """
 
     def forward(self, x: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
-        """A F `(M, w)` and A 1 `(M,)` to `(M, D)`, channel-major in memory."""
+        """A F `(M, w)` and A 1 `(M,)` to `(M, D)`, channel-major in memory.
+
+        Of several operations, A F `(P, M, w)` and A 1 `(P, M)`, each is for one of P groups of outputs: `(P, M, D/P)`.
+        """
+        weight, bias = (part.to(x.dtype).unflatten(0, (*x.shape[:-2], -1)) for part in (self.weight, self.bias))
         if is_traced() and not is_exported():  # joined under vmap, they would be a graph for one length
-            return (self.weight.to(x.dtype) @ x.t() + self.bias.to(x.dtype)[:, None] * ones).t()
-        weight = torch.cat([self.weight, self.bias[:, None]], dim=1).to(x.dtype)  # (D, w+1)
-        return (weight @ torch.cat([x.t(), ones[None]])).t()
+            return (weight @ x.mT + bias[..., None] * ones[..., None, :]).mT
+        weight = torch.cat([weight, bias[..., None]], dim=-1)  # (P, D/P, w+1)
+        return (weight @ torch.cat([x.mT, ones[..., None, :]], dim=-2)).mT
 
 
 class RelativePositionLayer(nn.Module):
@@ -100,7 +104,7 @@ class RelativePositionEncoder(nn.Module):
 
     def emit(self, features: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
         """The output map of `features` A F `(M, w)` and `ones` A 1 `(M,)`, `(D, M)`; see `OutputLinear`."""
-        return self.out.linear(features, ones).t()
+        return self.out.linear(features, ones).mT
 
 
 def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -55,23 +55,27 @@ class FdOperator(ToeplitzOperator):
         return self.response_parts(device)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if self.causal:  # transform and window act on the w features of the MLP, before its D outputs
-            taps = self._inverse(self.features(device).t())[:, : self.resolution]  # (w, R)
-            taps = torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)
-            impulse = torch.zeros_like(taps[0])  # (R,), the transform of a constant
-            impulse[0] = 1
-            return fit_taps(self.rpe.emit(taps.t(), impulse), length)
-        taps = self._inverse(self.response_parts(device))  # (D, 2R), lags 0..R, -(R-1)..-1
-        positive, negative = taps[:, : self.resolution], taps[:, self.resolution + 1 :]  # (D, R), (D, R-1)
-        return fit_lags(torch.cat([negative, positive], dim=1), length)
+        # Transform and window act on the w features of the MLP, before its D outputs. The real part of the response
+        # gives the even part of the taps, the imaginary part the odd one.
+        reach = self.resolution if is_exported() else min(length, self.resolution)  # K lags, 0 .. K-1
+        features = self.features(device).t()  # (w, R+1)
+        even = self._inverse(Pair(features, torch.zeros_like(features)), reach)  # (w, K)
+        impulse = torch.zeros_like(even[0])  # (K,), the transform of a constant
+        impulse[0] = 1
+        if self.causal:
+            even = torch.cat([even[:, :1], 2 * even[:, 1:]], dim=1)
+            return fit_taps(self.rpe.emit(even.t(), impulse), length)
+        odd = torch.cat([features, torch.ones_like(features[:1])])  # (w+1, R+1), with a constant
+        odd = self._inverse(Pair(torch.zeros_like(odd), odd), reach)  # (w+1, K)
+        even, odd = self.rpe.emit(torch.stack([even, odd[:-1]]).mT, torch.stack([impulse, odd[-1]]))  # (D, K) each
+        return fit_lags(torch.cat([(even - odd)[:, 1:].flip(1), even + odd], dim=1), length)
 
-    def _inverse(self, response: torch.Tensor) -> torch.Tensor:
-        """The taps `(M, 2R)` of a response: real `(M, R + 1)`, or its real and imaginary parts `(2, M, R + 1)`."""
+    def _inverse(self, response: Pair, reach: int) -> torch.Tensor:
+        """The first `reach` taps `(M, K)` of a response `(M, R + 1)`."""
         size = 2 * self.resolution
         if is_exported_to_onnx():
-            real, imag = response if response.dim() == 3 else (response, torch.zeros_like(response))
-            return inverse_matrix_transform(Pair(real, imag), size, 0, size)
-        return torch.fft.irfft(complex_response(response) if response.dim() == 3 else response, n=size)
+            return inverse_matrix_transform(response, size, 0, reach)
+        return torch.fft.irfft(complex_response(response), n=size)[:, :reach]
 
     def kernel_length(self, exact: bool = False) -> int:
         return self.resolution

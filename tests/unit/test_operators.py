@@ -13,10 +13,18 @@ from helpers.gaussian_operator import GaussianOperator
 from helpers.models import lively_language_model, random, relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from helpers.products import compare_derivatives
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel, ToeplitzOperator, register_operator, tno_rtf
+from modeling_tnn import (
+    TnnConfig,
+    TnnForCausalLM,
+    TnnModel,
+    ToeplitzOperator,
+    register_operator,
+    tno_rtf,
+)
 from modeling_tnn.tno_auto import BUILT_IN, OPERATORS, build_tno
 from modeling_tnn.tno_rpe import RPE_INPUTS
 from modeling_tnn.tno_rtf import RationalTaps, rational_kernel
+from modeling_tnn.toeplitz import gated_convolution
 
 
 class TestRpe(OperatorTests):
@@ -59,6 +67,26 @@ class TestFd(OperatorTests):
 class TestFdWithShortGrid(OperatorTests):
     tno_type = "fd"
     fields = {"fd_resolution": 32, "fd_input": "cos"}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33])
+def test_a_response_in_place_of_taps(length):
+    """It is exact, in values and gradients, up to R tokens, and taken where it has the shortest transform too."""
+    operator = random_operator("fd", False, fd_resolution=32)
+    assert (operator.response(length) is not None) == (16 < length <= 32)
+    v = random(2, length, operator.channels)
+    ways = (
+        gated_convolution(v, operator.response_parts(), 0, "fused"),
+        torch.einsum("dij,bjd->bid", operator.dense(length), v),
+    )
+    if length > 32:  # the lag R stands for both signs
+        assert relative_error(*ways) > 1e-5
+        return
+    assert relative_error(*ways) < 1e-12
+    cotangent = random(2, length, operator.channels)
+    found = (torch.autograd.grad((y * cotangent).sum(), [v, *operator.parameters()]) for y in ways)
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 1e-11 * other.abs().max().clamp(min=1.0)
 
 
 def test_a_finer_grid_has_the_same_response():
