@@ -131,7 +131,7 @@ ATTENTION_FIELDS = {*ATTENTION, "rope_parameters", "sliding_window"}
 # Fields that follow from the length of the training.
 LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length", "hyena_filter_length")
 DERIVED_LENGTHS: dict[str, Callable[["TnnConfig"], Any]] = dict.fromkeys(LENGTHS, attrgetter("axis_length")) | {
-    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length()
+    "fd_resolution": lambda config: 1 << (config.axis_length - 1).bit_length()
 }
 LENGTH_FIELDS = DERIVED_LENGTHS.keys()
 
@@ -228,7 +228,7 @@ class TnnConfig(PreTrainedConfig):
         decay: Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; None for no decay. In half precision,
             lags that hold less than 2^-12 of a kernel with it are not computed.
         learnable_decay: Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"` ignores it.
-        fd_resolution (defaults to at least `2 * max_position_embeddings`): Number of taps of an `"fd"` kernel on each
+        fd_resolution (defaults to at least `max_position_embeddings`): Number of taps of an `"fd"` kernel on each
             side, a power of two; the frequency grid has `fd_resolution + 1` points.
         fd_input: Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` for cos(omega), for which
             the decay theorems of the paper hold.

@@ -49,7 +49,8 @@ WAYS = {
                    "transformer", "reformer", "nystromformer", "fnet"],
     "mixing": ["toeplitz", "convolution", "recurrent", "attention", "linear attention", "mlp", "fourier",
                "state space", "coefficients"],
-    "products": ["released", *(f"{name}{twin}" for name in DIRECTIONS for twin in ("", " eager"))],
+    # `fd twice` has a grid of twice the length.
+    "products": ["released", "fd twice", *(f"{name}{twin}" for name in DIRECTIONS for twin in ("", " eager"))],
     "decoding": [*FIELDS, *DOTS],
     "serving": list(FIELDS),
     "gpu": ["losses", "steps", "decoding", "products"],

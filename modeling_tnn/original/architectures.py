@@ -158,7 +158,6 @@ def fairseq_fields(options: dict, found: dict, side: str) -> dict:
         "norm_position": "pre" if options.get(f"{side}_normalize_before", False) else "post",
         "scale_embedding": not options.get("no_scale_embedding", False),
         "max_position_embeddings": length,
-        "fd_resolution": 1 << (length - 1).bit_length(),
         "initializer": "torch" if causal else "normal",
     }
 

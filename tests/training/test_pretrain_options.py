@@ -108,7 +108,7 @@ def test_a_trial_leaves_no_trace(monkeypatch):
 def test_length_of_the_model_follows_the_blocks(tmp_path):
     tnn = write_config(tmp_path / "tnn", tno_type="fd")
     config = build_config(PretrainArguments(config_name=str(tnn), block_size=100))
-    assert config.fd_resolution == 256
+    assert config.fd_resolution == 128
     assert {getattr(config, name) for name in LENGTH_FIELDS - {"fd_resolution"}} == {100}
     args = PretrainArguments(config_name=str(tnn), config_overrides="max_position_embeddings=48")
     assert build_config(args).max_position_embeddings == args.block_size == 48

@@ -168,10 +168,17 @@ def test_overrides_are_checked_and_derived_from(preset):
     config, unused = TnnConfig.from_pretrained(preset, decay=0.9, nonsense=1, return_unused_kwargs=True)
     assert (config.decay, unused) == (0.9, {"nonsense": 1})
     config = AutoConfig.from_pretrained(preset, max_position_embeddings=8192, hidden_size=48)
-    assert (config.fd_resolution, config.intermediate_size) == (16384, 48)
+    assert (config.fd_resolution, config.intermediate_size) == (8192, 48)
     assert (config.ski_grid_length, config.rtf_truncation_length, config.rpe_input_length) == (8192,) * 3
     # Two fields at once may each be wrong with the old value of the other.
     assert AutoConfig.from_pretrained(preset, tno_type="ski", causal=False).tno_type == "ski"
+
+
+@pytest.mark.parametrize("length, grid", [(1, 1), (2, 2), (3, 4), (512, 512), (513, 1024)])
+def test_the_grid_of_fd_has_the_trained_length(length, grid):
+    assert TnnConfig(max_position_embeddings=length).fd_resolution == grid
+    square = TnnConfig(max_position_embeddings=length**2, spatial_dims=2, causal=False)
+    assert square.fd_resolution == grid
 
 
 def test_assignment():
@@ -180,12 +187,12 @@ def test_assignment():
         with pytest.raises(ValueError, match=f"`{name}` must be .*, got {value!r}"):
             setattr(config, name, value)
     config.max_position_embeddings = 8192
-    assert (config.fd_resolution, config.rtf_truncation_length) == (16384, 8192)
+    assert (config.fd_resolution, config.rtf_truncation_length) == (8192, 8192)
     config.fd_resolution = 64
     config.max_position_embeddings = 1000
     assert (config.fd_resolution, config.rtf_truncation_length) == (64, 1000), "what was set stays"
     config.fd_resolution = None
-    assert config.fd_resolution == 2048, "None derives it again"
+    assert config.fd_resolution == 1024, "None derives it again"
     assert "_automatic" not in config.to_dict() and copy.deepcopy(config) == config
 
 
@@ -204,7 +211,7 @@ def test_a_model_keeps_what_it_was_built_with(tmp_path):
     """Its configuration must still describe it, or the saved model would be another one."""
     model = seeded(TnnModel, tiny_config("rtf"))
     model.config.max_position_embeddings = 4096
-    assert (model.config.rtf_truncation_length, model.config.fd_resolution) == (64, 128)
+    assert (model.config.rtf_truncation_length, model.config.fd_resolution) == (64, 64)
     model.save_pretrained(tmp_path)
     loaded = TnnModel.from_pretrained(tmp_path)
     assert torch.equal(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state)

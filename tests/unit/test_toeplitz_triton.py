@@ -163,7 +163,7 @@ def training_model(tno_type: str, causal: bool, **fields):
 def outcome(model, call=None, **inputs) -> list[torch.Tensor]:
     """The loss and the gradients of all parameters."""
     call = model if call is None else call
-    loss = call(torch.arange(140, device=DEVICE).view(2, 70) % 99, **inputs).logits.float().square().mean()
+    loss = call(torch.arange(126, device=DEVICE).view(2, 63) % 99, **inputs).logits.float().square().mean()
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
@@ -173,7 +173,7 @@ MIXERS = [("rpe", True, {"toeplitz_mixer": "hyena"}), ("rtf", True, {"toeplitz_m
 @pytest.mark.parametrize(("tno_type", "causal", "fields"), [*((*variant, {}) for variant in VARIANTS), *MIXERS])
 def test_every_operator_goes_this_way(tno_type, causal, fields, products):
     """By `auto`, FD too, which would take its response at this length: logits and gradients of all parameters."""
-    model, mask = training_model(tno_type, causal, **fields), masked(2, 70).long()
+    model, mask = training_model(tno_type, causal, **fields), masked(2, 63).long()
     found = outcome(model, attention_mask=mask)
     assert len(products) == (8 if tno_type == "ski" else 4)  # of two layers, forward and backward
     fused = training_model(tno_type, causal, tno_implementation="fused", **fields)
@@ -182,7 +182,7 @@ def test_every_operator_goes_this_way(tno_type, causal, fields, products):
 
 @pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), ("fd", False), ("rtf", True)])
 def test_in_half_precision(tno_type, causal, products):
-    """Under autocast, and in a graph of torch.compile. RPE has 31 of its 70 taps."""
+    """Under autocast, and in a graph of torch.compile. RPE has 31 of its 63 taps."""
     dtype = torch.bfloat16 if torch.bfloat16 in TOLERANCE else torch.float16
     model = training_model(tno_type, causal, decay=0.76)
     expected = outcome(training_model(tno_type, causal, decay=0.76, tno_implementation="fused"))
@@ -191,7 +191,7 @@ def test_in_half_precision(tno_type, causal, products):
         with torch.autocast(DEVICE, dtype):
             found = outcome(model, call)
         assert_close(found, expected, 0.1)
-    assert products == [{"rpe": 31, "fd": 139, "rtf": 70}[tno_type]] * 8
+    assert products == [{"rpe": 31, "fd": 125, "rtf": 63}[tno_type]] * 8
 
 
 @pytest.mark.parametrize("name", ["product", "tap_gradient"])

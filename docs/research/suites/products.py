@@ -33,8 +33,8 @@ def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], 
 
 
 def operator_sizes(length: int) -> dict[str, int]:
-    """The sizes of the papers, and for `fd` as many taps as the sequence has tokens."""
-    return {"fd_resolution": 1 << (length - 1).bit_length(), "ski_rank": min(64, length), "ski_filter_size": 32}
+    """The sizes of the papers."""
+    return {"ski_rank": min(64, length), "ski_filter_size": 32}
 
 
 def released_product(operator: ToeplitzOperator, v: torch.Tensor) -> torch.Tensor:
@@ -49,8 +49,8 @@ def released_product(operator: ToeplitzOperator, v: torch.Tensor) -> torch.Tenso
     return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length].to(v.dtype)
 
 
-def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:
-    """An operator with the sizes of the papers, and as many taps as the sequence has tokens."""
+def build_operator(tno_type: str, args, length: int, **fields) -> ToeplitzOperator:
+    """An operator with the sizes of the papers, and as many taps as the sequence has tokens unless `fields` say."""
     config = TnnConfig(
         tno_type=tno_type,
         causal=not args.bidirectional,
@@ -59,6 +59,7 @@ def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:
         max_position_embeddings=length,
         rtf_state_size=min(args.state_size, length - 1),
         **operator_sizes(length),
+        **fields,
     )
     torch.manual_seed(0)
     operator = build_tno(config).to(args.device)
@@ -69,7 +70,8 @@ def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:
 
 def passes(way: str, args, batch_size: int, length: int) -> Callable[[], None]:
     tno_type = "rpe" if way == "released" else way.split()[0]
-    operator = build_operator(tno_type, args, length)
+    grid = {"fd_resolution": 2 << (length - 1).bit_length()} if way.endswith("twice") else {}
+    operator = build_operator(tno_type, args, length, **grid)
     operator.implementation = "eager" if way.endswith("eager") else "fused"
     shape = (operator.channels, batch_size, length)
     v, gradient = (torch.randn(shape, device=args.device).permute(1, 2, 0) for _ in range(2))
