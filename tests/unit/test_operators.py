@@ -16,6 +16,7 @@ from helpers.products import compare_derivatives
 from modeling_tnn import (
     TnnConfig,
     TnnForCausalLM,
+    TnnForMaskedLM,
     TnnModel,
     ToeplitzOperator,
     register_operator,
@@ -69,11 +70,11 @@ class TestFdWithShortGrid(OperatorTests):
     fields = {"fd_resolution": 32, "fd_input": "cos"}
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 24, 25, 31, 32, 33])
 def test_a_response_in_place_of_taps(length):
-    """It is exact, in values and gradients, up to R tokens, and taken where it has the shortest transform too."""
+    """It is exact, in values and gradients, up to R tokens, and taken for the longest quarter of them."""
     operator = random_operator("fd", False, fd_resolution=32)
-    assert (operator.response(length) is not None) == (16 < length <= 32)
+    assert (operator.response(length) is not None) == (24 < length <= 32)
     v = random(2, length, operator.channels)
     ways = (
         gated_convolution(v, operator.response_parts(), 0, "fused"),
@@ -98,6 +99,17 @@ def test_a_finer_grid_has_the_same_response():
         folded, whole = (torch.fft.irfft(one if causal else torch.complex(*one)) for one in response)  # (D, 2R)
         assert relative_error(whole.unflatten(1, (4, 64)).sum(1), folded) < 1e-12
         assert fine.coefficients(100)[:, -20:].abs().max() > 0 == coarse.coefficients(100)[:, -20:].abs().max()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_folder_from_before_keeps_its_grid(causal, tmp_path):
+    """Saved when the default was twice the trained length, which its configuration states."""
+    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config("fd", causal, fd_resolution=128))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert (loaded.config.fd_resolution, TnnConfig(max_position_embeddings=64).fd_resolution) == (128, 64)
+    ids = torch.randint(3, 99, (1, 200), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
 def test_a_trained_model_loads_on_a_finer_grid(tmp_path):
