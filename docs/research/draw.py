@@ -294,7 +294,7 @@ def draw_bubbles():
         points = axes.scatter(row["over_rpe"], mean, s=20 * row["kept"], alpha=0.5)
         axes.vlines(row["over_rpe"], *row["accuracy"], color=points.get_facecolor())
         text = f"{row['model'].split()[0]}\n{row['kept']:.0f} MiB"
-        side, aligned = (-22, "right") if text.startswith("FD") else (22, "left")  # RTF is at the right of FD
+        side, aligned = (-22, "right") if text.startswith("RTF") else (22, "left")  # FD is at the right of RTF
         place = {"xytext": (side, 0), "textcoords": "offset points", "ha": aligned, "va": "center"}
         axes.annotate(text, (row["over_rpe"], mean), fontsize=9, **place)
     axes.set(xlabel="training steps per second, over those of TNN", ylabel="accuracy on Text, %", xlim=(0.4, 1.12))
