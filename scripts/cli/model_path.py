@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from tnn_programs.cli.errors import NOTICES, UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # A repository of the Hub.
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -164,10 +165,10 @@ LONGEST = 500
 
 
 def load(loader: type, source: str | Path, **options):
-    """The object `loader.from_pretrained(source, **options)`; a tokenizer after it was used once.
+    """The object `loader.from_pretrained(source, **options)`, after it was used once.
 
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: it cannot be loaded or used.
         UserError: a file cannot be read or fetched, or a package is missing.
     """
     import torch
@@ -185,6 +186,12 @@ def load(loader: type, source: str | Path, **options):
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if isinstance(model, PreTrainedModel):
             model.config.return_dict = True  # the programs read outputs by name
+            if model.config.model_type == "tnn" and model.main_input_name == "input_ids":
+                # Other models may ask for more, as BART for an end of the text.
+                shape = (1, 1, 1) if type(model).__name__ == "TnnForMultipleChoice" else (1, 1)
+                ids = torch.zeros(shape, dtype=torch.long, device=model.device)
+                with torch.no_grad():
+                    check_finite(model(ids, **{"use_cache": False} if model.config.causal else {})[0])
         return loaded
 
 
@@ -196,6 +203,20 @@ def require_padding(tokenizer: "PreTrainedTokenizerBase", option: str):
         raise ValueError(
             f"The tokenizer must have a padding token or an end of text with {option}, got that of {name}"
         )
+
+
+def check_writing(model: "PreTrainedModel", source: str | Path, options: dict):
+    """Let a causal model write a token with `options` of `generate`, and check all scores from now on."""
+    model.register_forward_hook(lambda module, inputs, output: check_finite(output[0]))
+    ids = model.dummy_inputs["input_ids"][:1, :1].to(model.device) * 0
+    with naming(source, *MODEL):
+        model.generate(ids, attention_mask=ids + 1, max_new_tokens=1, **options)
+
+
+def check_finite(output: "torch.Tensor"):
+    # Not isfinite(): scores of minus infinity are tokens that a model never writes.
+    if not output.amax(-1).isfinite().all():
+        raise ValueError("the model's output is not finite: a weight is NaN or infinite, or too large for its dtype")
 
 
 @contextmanager

@@ -8,7 +8,8 @@ fails where such a byte follows a character.
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from modeling_tnn.serving.logprobs import INCOMPLETE
 
@@ -18,10 +19,12 @@ class Pieces:
 
     Args:
         context: the tokens before, whose text is not part of the pieces.
+        skip_special_tokens: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int]):
-        self._tokenizer, self._context, self._new = tokenizer, list(context), []
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int], skip_special_tokens: bool = True):
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._context, self._new = list(context), []
         self._before = self._decode(self._context)
 
     def add(self, token: int) -> str:
@@ -48,4 +51,35 @@ class Pieces:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class PieceStreamer(TextStreamer):
+    """Prints the text of a generation as `Pieces`: the whole text is that of the tokens after the prompt.
+
+    Attributes:
+        text: what has been written so far, without the prompt.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool = False, **options):
+        super().__init__(tokenizer, skip_prompt, skip_special_tokens=True, **options)
+        self.text, self._pieces = "", None
+
+    def put(self, value: torch.Tensor):
+        """Take the prompt, or new tokens; the end of `generate` makes the next ones a prompt again."""
+        tokens = value.flatten().tolist()
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt, self.text = False, ""
+            self._pieces = Pieces(self.tokenizer, tokens)
+            self.on_finalized_text("" if self.skip_prompt else self.tokenizer.decode(tokens, skip_special_tokens=True))
+        else:
+            self._write("".join(map(self._pieces.add, tokens)))
+
+    def end(self):
+        """Write the tokens that wait for others."""
+        self._write(self._pieces.finish(), stream_end=True)
+        self.next_tokens_are_prompt = True
+
+    def _write(self, piece: str, **options):
+        self.text += piece
+        self.on_finalized_text(piece, **options)

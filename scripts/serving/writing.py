@@ -13,7 +13,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TextStreamer,
 )
 from transformers.generation import GenerationMode
 
@@ -24,10 +23,12 @@ from tnn_programs.cli.model_path import (
     check_causal,
     check_device,
     check_vocabulary,
+    check_writing,
     load,
     naming,
 )
 from tnn_programs.cli.sampling import OF_SAMPLING, given_sampling, sampling, with_sampling
+from tnn_programs.serving.pieces import PieceStreamer
 
 # A text has at most this many characters for each token that may be read, before the tokenizer sees it.
 CHARACTERS_PER_TOKEN = 32
@@ -45,6 +46,7 @@ def load_writer(
     tokenizer = load(AutoTokenizer, name, **code, **tokenizing)
     model = load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
     keep_settings(model, name)
+    check_writing(model, name, sampling_of(model))
     check_vocabulary(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
 
@@ -110,7 +112,7 @@ def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: 
     inputs = tokenizer(
         prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False, verbose=False
     )
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    streamer = PieceStreamer(tokenizer) if stream else None
     options = options | ({"tokenizer": tokenizer} if options.keys() & READ_TEXT else {})
     output = model.generate(**inputs.to(model.device), streamer=streamer, **options)
     new = output[:, inputs["input_ids"].shape[1] :]
@@ -130,12 +132,11 @@ class Conversation:
     def answer(self, line: str) -> str:
         """The answer of the model to `line`. It also streams to stdout."""
         ids = self._prompt(line).to(self.model.device)  # (1, L)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = PieceStreamer(self.tokenizer, skip_prompt=True)
         cached = {"attention_mask": torch.ones_like(ids), CACHE: self.cache}
         self.ids = self.model.generate(ids, streamer=streamer, **self.options, **cached).cpu()
-        text = self.tokenizer.decode(self.ids[0, ids.shape[1] :], skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": text})
-        return text
+        self.messages.append({"role": "assistant", "content": streamer.text})
+        return streamer.text
 
     def _prompt(self, line: str) -> torch.Tensor:
         """The tokens of the conversation and of the new `line`, `(1, L)`."""

@@ -9,6 +9,7 @@ import sys
 from tnn_programs.cli.errors import report_errors
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from helpers.models import slow
@@ -52,10 +53,17 @@ def change_value(file, chance: random.Random):
 
 
 def change_weights(file, chance: random.Random):
+    how = chance.choice(("nan", "inf", "cut", "bytes"))
+    if how in ("nan", "inf"):
+        weights = load_file(file)
+        changed = weights[chance.choice(sorted(weights))]
+        changed.view(-1)[chance.randrange(changed.numel())] = float(how)
+        save_file(weights, file, {"format": "pt"})
+        return
     content = bytearray(file.read_bytes())
     for _ in range(3):
         content[chance.randrange(4000)] = chance.randrange(256)
-    file.write_bytes(content[: chance.randrange(len(content)) if chance.random() < 0.5 else None])
+    file.write_bytes(content[: chance.randrange(len(content)) if how == "cut" else None])
 
 
 def spoil(folder, chance: random.Random):
@@ -149,6 +157,20 @@ def test_the_file_is_named(saved, tmp_path, monkeypatch, capsys):
         (folder / file).write_text(text)
         line = ends_in_one_line(program, folder, monkeypatch, capsys)
         assert str(folder) in line and file in line
+
+
+@pytest.mark.parametrize("program, value", [("generate", "nan"), ("chat", "inf"), ("served", "nan")])
+def test_weights_that_are_not_finite(program, value, saved, tmp_path, monkeypatch, capsys):
+    """Of any token, not only of the one that loading reads."""
+    folder = shutil.copytree(saved, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][1 if program == "served" else 40 :] = float(value)
+    if program == "served":
+        weights["lm_head.weight"][7, 3] = float(value)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    sampled = ["--prompt", "The quick", "--max_new_tokens", 9, "--do_sample", "true"]
+    monkeypatch.setitem(PROGRAMS, "generate", sampled)
+    assert "the model's output is not finite" in ends_in_one_line(program, folder, monkeypatch, capsys)
 
 
 def test_names_of_the_class(saved, tmp_path):

@@ -167,6 +167,21 @@ def test_any_tokens(tokenizer):
         assert not first or found == whole[len(before) :]
 
 
+def test_chat_and_generate(folder, tokenizer, monkeypatch, capsys):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for answer, text in ANSWERS.values():
+        with monkeypatch.context() as patch:
+            write(patch, answer)
+            options = {"max_new_tokens": len(answer), "do_sample": False, "eos_token_id": None}
+            assert Conversation(model, tokenizer, None, options).answer("the cat") == text
+            assert capsys.readouterr().out == f"{text}\n"
+    answer = [token for answer, _ in ANSWERS.values() for token in answer]
+    write(monkeypatch, [*answer[-2:], *answer[:-2]])  # two passes try the model when it is loaded
+    done = run("generate.py", f"--model_name_or_path {folder} --prompt 'the cat' --do_sample false",
+               f"--eos_token_id null --max_new_tokens {len(answer)}")  # fmt: skip
+    assert done.stdout.startswith(f"the cat{''.join(text for _, text in ANSWERS.values())}\n")
+
+
 @pytest.fixture(scope="module")
 def service(folder):
     for package in ("fastapi", "uvicorn", "prometheus_client"):
