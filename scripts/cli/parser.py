@@ -1,9 +1,9 @@
 """The command line of every program: options with one meaning, recipes that set them, overrides of a configuration.
 
-Options that several programs share are described here; a program describes only its own. A recipe is a YAML file of
-options by name, of `configuration/recipes/` or another folder. Options on the command line override those of the
-recipe, and data on the command line all options that describe the recipe's data. Of `--config_overrides`, each field
-does so alone.
+Options that several programs share are described in `options.yaml`; a program describes only its own. A recipe is a
+YAML file of options by name, of `configuration/recipes/` or another folder. Options on the command line override those
+of the recipe, and data on the command line all options that describe the recipe's data. Of `--config_overrides`, each
+field does so alone.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -26,106 +27,8 @@ from tnn_programs.cli.model_path import did_you_mean, find_config, find_recipe
 if TYPE_CHECKING:  # a command line is read before this is imported
     from transformers import PreTrainedConfig
 
-# Sections of --help -> their options, without the hyphens: those that several programs have.
-SECTIONS = {
-    "model": {
-        "model_name_or_path": "Model: a folder or a Hub id.",
-        "config_name": "Preset (`tnn presets` lists them), or a folder or Hub id with a config.json. `tnn pretrain` "
-        "uses tnn-tiny unless given, and tnn-bidirectional-small with --objective mlm.",
-        "config_overrides": "Fields to change in the configuration, beside a recipe's: tno_type=fd,rpe_layers=3.",
-        "tno_type": "Operator, instead of the configuration's: rpe, fd, ski, rtf, s4d, ...",
-        "objective": "Kind of language model: clm (causal) or mlm (masked).",
-        "transformer": "Train a transformer of the same width, depth and size instead of the TNN.",
-        "variants": "Models to compare: name:field=value,field=value for each, with fields of the configuration.",
-        "trust_remote_code": "Run Python code that comes with the model.",
-    },
-    "data": {
-        "dataset_name": "Data: a Hub id, a folder or, for text, a file. Programs that need a text have the King James "
-        "Bible. `tnn pretrain` takes several with --streaming.",
-        "dataset_config_name": "Configuration of the data set; of each one if there are several.",
-        "dataset_path": "Local folder or Hub id with the data of the task, instead of their usual source.",
-        "task": "Task by its name, such as listops or copying.",
-        "train_file": "File to train on: text, JSON, parquet or CSV; for `tnn pretrain` also FASTA.",
-        "validation_file": "File to evaluate on; a language model has the end of its training text unless given.",
-        "text_column": "Column of the data that holds text.",
-        "documents": "Where documents end: rows (at each row), lines (nowhere), headings (as in WikiText), or columns "
-        "that identify one: book,chapter. Unless given: headings if there are some, lines for text files, else rows.",
-        "max_train_samples": "Train on the first N rows.",
-        "max_eval_samples": "Evaluate on the first N rows.",
-        "block_size": "Tokens in a block of text; follows from max_position_embeddings unless given.",
-        "mlm_probability": "Fraction of tokens to predict with --objective mlm.",
-        "length": "Number of positions of a kernel or of a signal.",
-        "lengths": "Numbers of tokens in a row.",
-        "longer": "Further lengths to evaluate at, in tokens.",
-    },
-    "training": {
-        "recipe": "Options from a recipe: its name (wikitext2), or a YAML file of options by name.",
-        "max_steps": "Number of optimizer steps; a positive number overrides the number of epochs.",
-        "per_device_train_batch_size": "Rows on a device in a forward pass. `tnn pretrain` has 8, or what fits "
-        "with --global_batch_tokens.",
-        "per_device_eval_batch_size": "Rows on a device in a forward pass of the evaluation.",
-        "mixed_precision": "Precision: no, bf16 or fp16; that of accelerate unless given, or no.",
-        "gradient_accumulation_steps": "Forward passes in an optimizer step; they follow from --global_batch_tokens.",
-        "learning_rate": "Peak of the learning rate. Unless given, `tnn pretrain` takes that of the preset, with its "
-        "schedule, and `tnn finetune-glue` that of the size of a TNN.",
-        "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ... "
-        "`tnn pretrain` has cosine with a rate that is given.",
-        "lr_scheduler_kwargs": "Further arguments of the schedule, as JSON; warmup_stable_decay needs "
-        '{"num_decay_steps": N}.',
-        "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps. `tnn pretrain` has 0.1 with a "
-        "rate that is given.",
-        "weight_decay": "Weight decay of matrices; biases and norms have none.",
-        "operator_learning_rate": "Learning rate of the Toeplitz operators, which then have no weight decay unless "
-        "--operator_weight_decay is given.",
-        "operator_weight_decay": "Weight decay of the matrices of the Toeplitz operators.",
-        "parameter_groups": "Settings of parameters whose name a regular expression finds: "
-        "PATTERN:learning_rate=X,weight_decay=X. Biases and norms stay without weight decay.",
-        "optim": "Optimizer, by the name in transformers: adamw_torch, adafactor, ... `tnn pretrain` has muon too.",
-        "optim_args": "Further arguments of the optimizer: name=value,name=value.",
-        "adam_beta1": "First momentum of AdamW.",
-        "adam_beta2": "Second momentum of AdamW.",
-        "adam_epsilon": "Epsilon of AdamW.",
-        "max_grad_norm": "Gradients are clipped to this norm; 0 for no clipping.",
-        "max_pole_radius": "Keep the poles of RTF inside this radius, below 1: after each step or, on an accelerator, "
-        "every --logging_steps. Unless given, poles outside 1 are logged.",
-        "seed": "Seed of weights, order of the data, masks, dropout and sampling.",
-        "sweep_learning_rates": "Learning rates to try; the best one is reported.",
-        "seeds": "Train one model for each of these seeds; only --seed unless given.",
-        "eval_steps": "Evaluate every N steps.",
-        "logging_steps": "Log loss, learning rate and speed every N steps.",
-        "save_total_limit": "Keep only the newest N checkpoints.",
-        "ddp_timeout": "Seconds that a process waits for the others before the run ends.",
-        "resume_from_checkpoint": "Continue from a checkpoint: latest (in the output folder), auto "
-        "(latest if there is one), or a folder.",
-        "gradient_checkpointing": "Compute activations again in the backward pass, to save memory.",
-    },
-    "generation": {
-        "prompt": "Text to continue.",
-        "max_new_tokens": "Largest number of new tokens.",
-    },
-    "output": {
-        "output_dir": "Folder for the results.",
-        "overwrite_output_dir": "Replace the model or the unfinished run in --output_dir, which else is an error.",
-        "output_file": "JSON file for the figures.",
-        "dry_run": "Say what would be done, and end: parameters, tokens, time and memory of a training; the files of "
-        "an upload, without contacting the Hub.",
-        "report_to": "Tracker: none, tensorboard, wandb, trackio.",
-    },
-    "device": {
-        "device": "Device: cpu, cuda, cuda:1, mps, ...; cuda if there is one, else cpu, unless given.",
-        "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
-        "use_cpu": "Use the CPU even if there is an accelerator.",
-        "torch_compile": "Compile the model with torch.compile. `tnn pretrain` does so on a GPU unless this is false.",
-        "dataloader_num_workers": "Processes that load data; `tnn pretrain` has 2 for an accelerator unless given.",
-        "batch_size": "Sequences in a batch.",
-    },
-    "Hub": {
-        "push_to_hub": "Publish the model on the Hub.",
-        "hub_model_id": "Name of the repository, USER/NAME; follows from the output folder unless given.",
-        "hub_private_repo": "Make a new repository private.",
-        "repo_id": "Name of the repository: USER/NAME.",
-    },
-}
+# Sections of --help -> their options, without the hyphens -> their help: of those that several programs have.
+SECTIONS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text("utf-8"))
 HELP = {name: text for section in SECTIONS.values() for name, text in section.items()}
 OF_TRAINER = "transformers.TrainingArguments, the rest"
 EXAMPLE = re.compile(r"\n\nExample:\n(.*?)(?=\n\n|\Z)", re.DOTALL)
@@ -149,7 +52,7 @@ OF_DATA = {
 
 
 def option(default: Any = dataclasses.MISSING, text: str | None = None, **metadata) -> Any:
-    """A field of a dataclass that is an option, with its help; one that several programs have is described above."""
+    """A field of a dataclass that is an option, with its help; one that several programs have is in options.yaml."""
     metadata = metadata if text is None else metadata | {"help": text}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
