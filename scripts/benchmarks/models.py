@@ -18,20 +18,27 @@ TURN, TURNS = 32, 4
 CHUNK = 512  # tokens of the context that are read at once
 FORMATS = {"model": "", "context": ",", "parameters": ",", "training_tokens_per_second": ",.0f"}
 FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f", "state_mebibytes": ".1f"}
+OF_SMALL = {"model": "", "context": ",", "ms_per_step": ".1f", "ms_per_token": ".2f", "state_bytes": ","}
+LINEAR = "linear_attention"
 
 
 def run(args) -> list[dict]:
     """One row for each model and context."""
-    models, rows = {}, []
+    models = {}
     for name in args.model_name_or_path:
         check_model_path(name)
         models[name] = load(AutoModelForCausalLM, name, dtype=torch.float32).to(args.device)
+    return costs(models, args)
+
+
+def costs(models: dict[str, PreTrainedModel], args) -> list[dict]:
+    """One row for each of these models and each context; ratios are over the first model."""
+    rows, first = [], next(iter(models))
     batch = max(1, args.tokens // args.block_size)
     training = measure({name: training_step(model, batch, args) for name, model in models.items()}, args)
-    first = args.model_name_or_path[0]
     for context in args.contexts:
         decoders = {name: Decoder(model.eval(), context, args) for name, model in models.items()}
-        states = {name: decoder.state_bytes() / 2**20 for name, decoder in decoders.items()}
+        states = {name: decoder.state_bytes() for name, decoder in decoders.items()}
         decoding = decoding_times(decoders, args)
         for name, model in models.items():
             rows.append({
@@ -39,10 +46,12 @@ def run(args) -> list[dict]:
                 "context": context,
                 "parameters": model.num_parameters(),
                 "training_tokens_per_second": batch * args.block_size / statistics.median(training[name]),
+                "ms_per_step": 1000 * statistics.median(training[name]),
                 "training_time": ratio(training[name], training[first]),
                 "ms_per_token": 1000 * statistics.median(decoding[name]),
                 "decoding_time": ratio(decoding[name], decoding[first]),
-                "state_mebibytes": states[name],
+                "state_mebibytes": states[name] / 2**20,
+                "state_bytes": states[name],
             })  # fmt: skip
     return rows
 
@@ -62,13 +71,13 @@ def training_step(model: PreTrainedModel, batch: int, args) -> Callable[[], None
 
 def training_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """The mean loss on ids `(B, L)`, for every model by the same function, without the logits of the whole batch."""
-    hidden, head = model.base_model(ids).last_hidden_state, model.get_output_embeddings()
+    hidden, head = model.base_model(ids, use_cache=False).last_hidden_state, model.get_output_embeddings()
     labels = ids[:, 1:].flatten()
     return linear_cross_entropy(hidden[:, :-1].flatten(0, 1), head.weight, head.bias, labels) / labels.numel()
 
 
 class Decoder:
-    """A model that has read a context and decodes further tokens."""
+    """A model that has read a context and a token, which frees what only a prompt needs, and decodes further ones."""
 
     def __init__(self, model: PreTrainedModel, context: int, args):
         self.model, self.inputs = model, {"use_cache": True, "logits_to_keep": 1}
@@ -76,9 +85,15 @@ class Decoder:
         with torch.inference_mode():
             for chunk in prompt.split(CHUNK, dim=1):
                 self.read(chunk)
+            self.read(self.token)
 
     def read(self, ids: torch.Tensor):
         """Read ids `(B, L)`, and choose the most probable next ones."""
+        config = self.model.config
+        if hasattr(config, "num_attention_heads") and set(getattr(config, "layer_types", None) or ()) == {LINEAR}:
+            # They have no positions, but transformers 5.24 would ask a layer of attention for them and for masks.
+            self.inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
+            self.inputs["attention_mask"] = dict.fromkeys((LINEAR, "full_attention"))
         outputs = self.model(ids, **self.inputs)
         self.argument = CACHE if CACHE in outputs else "cache_params"
         self.inputs[self.argument] = outputs[self.argument]

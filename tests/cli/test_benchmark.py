@@ -40,7 +40,7 @@ def folders(tmp_path):
 
 
 def test_models(folders, measure):
-    """The state is that of one sequence after the context."""
+    """The state is that of one sequence after the context and a token."""
     options = "--block_size 9 --tokens 30 --contexts 5 70 --batch_size 2"
     rows, shown = measure("models", options, "--model_name_or_path", *folders)
     assert [(row["model"], row["context"]) for row in rows] == [(f, c) for c in (5, 70) for f in folders]
@@ -50,9 +50,11 @@ def test_models(folders, measure):
     states = {(row["model"], row["context"]): row["state_mebibytes"] * 2**20 for row in rows}
     model = TnnForCausalLM.from_pretrained(folders[0])
     for context in (5, 70):
-        cache = model(torch.zeros(1, context, dtype=torch.long), use_cache=True).past_key_values
+        cache, one = None, torch.zeros(1, 1, dtype=torch.long)
+        for ids in (one.expand(1, context), one):
+            cache = model(ids, past_key_values=cache, use_cache=True).past_key_values
         assert states[folders[0], context] == memory_per_sequence(cache)
         # keys and values of float32, of 2 heads of 4, in 3 layers
-        assert states[folders[1], context] == context * 2 * 4 * 2 * 4 * 3
+        assert states[folders[1], context] == (context + 1) * 2 * 4 * 2 * 4 * 3
         # 4 heads of 8 with 8 states, and a convolution of 4 over 32 + 2 x 8 channels, in 2 layers
         assert states[folders[2], context] == (4 * 8 * 8 + 4 * 48) * 4 * 2
