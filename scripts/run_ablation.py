@@ -17,9 +17,8 @@ from tnn_programs.cli.errors import report_errors
 
 from tnn_programs.cli.declared import start
 from tnn_programs.cli.model_path import find_config
-from tnn_programs.cli.parser import load_config, option
+from tnn_programs.cli.parser import load_config
 from tnn_programs.cli.task_arguments import ComparisonArguments
-from tnn_programs.cli.text_files import check_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,18 +30,10 @@ class AblationArguments(ComparisonArguments):
 
     variants: list[str]
     config_name: str = "tnn-tiny"
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    documents: str | None = None
-    eval_tokens: int = option(65_536, "Validation tokens to read, at least one row.")
-    max_pole_radius: float | None = None
-    sweep_learning_rates: list[float] = option([])
 
     def __post_init__(self):
         super().__post_init__()
         find_config(self.config_name)
-        if self.dataset_name is not None:
-            check_source(self.dataset_name)
         for variant in self.variants:
             self.variant_config(variant)
 

@@ -1,21 +1,27 @@
-"""Measure what causal models remember and find: Copying, Delay, Recall and Passkey.
+"""Measure what causal models remember and find: Copying, Delay, Recall, Passkey and others.
 
 Copying and Delay, of the RTF paper, compare state sizes, of RTF or, with --config_overrides tno_type=s4d, of S4D: the
-accuracy on the tokens to copy, and the error of one operator relative to the signal. Recall and Passkey compare any
-configurations, such as hybrids with attention, by the accuracy on the tokens to find. The recipes small-* run in
-minutes on a CPU; copying and delay have the settings of the paper.
+accuracy on the tokens to copy, and the error of one operator relative to the signal. With --variants every task
+compares models: the accuracy on the tokens to find (Delay is then one of tokens), or the bits per byte of a text. A
+task may have options of its own. A run whose result is in the output folder is not repeated. The recipes small-*
+run in minutes on a CPU; copying and delay have the settings of the paper; mixers compares mixers, attention, Mamba-2
+and Gated DeltaNet.
 
 Example:
     python scripts/run_synthetic.py --recipe synthetic/small-copying --output_dir outputs/a
-    python scripts/run_synthetic.py --recipe synthetic/small-recall --output_dir outputs/b
+    python scripts/run_synthetic.py --recipe synthetic/mixers --dataset_name text.txt --output_dir outputs/mixers
+    python scripts/run_synthetic.py --task recall:memory=8 passkey:memory=4 --length 64 --num_tokens 33 \\
+        --variants fd:tno_type=fd mine:model=path/to/folder hers:model=module.Config,num_heads=4 --output_dir outputs/b
 """
 
+import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_programs.cli.declared import start
+from tnn_programs.cli.declared import DECLARED, start
 from tnn_programs.cli.parser import option, parse_overrides, require
 from tnn_programs.cli.task_arguments import ComparisonArguments
 
@@ -23,19 +29,32 @@ if TYPE_CHECKING:
     from modeling_tnn.configuration_tnn import TnnConfig
 
 BY_STATE = ("copying", "delay")
+# Task -> the least number of tokens, and the least length, with M = `memory`.
+LEAST = {
+    "copying": lambda m: (2, 0),
+    "selective-copying": lambda m: (3, 2 * m + 1),
+    "delay": lambda m: (2, m + 2),
+    "recall": lambda m: (2 * m + 1, 3 * m + 1),
+    "passkey": lambda m: (3, 2 * m + 2),
+    "text": lambda m: (261, 2),
+}
+
+
+class TaskOptions(SimpleNamespace):
+    """The options that a task can have for itself."""
 
 
 @dataclass(kw_only=True)
 class SyntheticArguments(ComparisonArguments):
-    """The task and the models."""
+    """The tasks and the models."""
 
-    task: str = option(choices=(*BY_STATE, "recall", "passkey"))
+    task: list[str] = option(text=f"Tasks: {', '.join(LEAST)}; with options of their own, NAME:OPTION=VALUE,...")
     state_sizes: list[int] = option([], "Numbers of states to compare, of rtf or s4d: copying and delay.")
     memory: int = option(1024, "Tokens to copy, steps of delay, pairs to recall, or tokens of a passkey.")
-    num_tokens: int = option(64, "Size of the vocabulary, markers included.")
+    num_tokens: int = option(64, "Size of the vocabulary, markers included; 261 for text in bytes.")
     length: int = 4000
-    hidden_size: int = option(64, "Width of the model; for delay the number of channels.")
-    num_hidden_layers: int = option(4, "Layers of the model; delay has one.")
+    hidden_size: int = option(64, "Width of the model; for delay of a signal the number of channels.")
+    num_hidden_layers: int = option(4, "Layers of the model; delay of a signal has one.")
     rtf_initializer: str = option("montel", "Initial coefficients: zeros, xavier or montel.")
     rtf_constraint: str | None = option(None, "l1_montel keeps poles in the unit circle.")
     max_train_samples: int = 10_000
@@ -43,36 +62,61 @@ class SyntheticArguments(ComparisonArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, needed in (("state_sizes", self.by_state), ("variants", not self.by_state)):
+        if self.task == [self.name] and self.name in LEAST:
+            return self._check()
+        for one in self.task:
+            require(self, "task", one.partition(":")[0] in LEAST, f"one of {', '.join(LEAST)}")
+        self.tasks()
+
+    def _check(self):
+        given = self.name in BY_STATE and not self.variants
+        for name, needed in (("state_sizes", given), ("variants", not given)):
             self._require(name, bool(getattr(self, name)) == needed, "given" if needed else "left out")
-        tokens, least = {
-            "copying": (0, 0),
-            "delay": (0, self.memory + 1),
-            "recall": (2 * self.memory + 1, 3 * self.memory + 1),
-            "passkey": (3, 2 * self.memory + 2),
-        }[self.task]
+        tokens, least = LEAST[self.name](self.memory)
         self._require("memory", self.memory >= 1, "at least 1")
-        self._require("num_tokens", self.num_tokens >= tokens, f"at least {tokens}")
-        self._require("length", self.length >= least, f"at least {least}")
-        self._require("longer", not (self.by_state and self.longer), "left out")
+        self._require("num_tokens", self.of_signals or self.num_tokens >= tokens, f"at least {tokens}")
+        self._require("length", self.length >= least - self.of_signals, f"at least {least - self.of_signals}")
+        fixed = self.of_signals or self.name == "copying"
+        self._require("longer", not (fixed and self.longer), "left out")
         self._require("longer", min(self.longer, default=least) >= least, f"at least {least}")
         longest = self.positions - 1
         fits = all(1 <= size <= longest for size in self.state_sizes)
         self._require("state_sizes", fits, f"at least 1 and at most {longest}")
-        self.models()
+        for variant in self.compared:
+            self.variant_config(variant)
 
     def _require(self, name: str, holds: bool, allowed: str):
-        require(self, name, holds, f"{allowed} for {self.task}")
+        require(self, name, holds, f"{allowed} for {self.name}")
 
     @property
-    def by_state(self) -> bool:
-        """Whether the task compares state sizes, and not variants."""
-        return self.task in BY_STATE
+    def name(self) -> str:
+        """The first task."""
+        return self.task[0].partition(":")[0]
+
+    @property
+    def of_signals(self) -> bool:
+        """Whether the task is the delay of a signal by one operator."""
+        return self.name == "delay" and not self.variants
 
     @property
     def positions(self) -> int:
         """The length of a row."""
-        return 2 * self.memory + 1 if self.task == "copying" else self.length
+        return 2 * self.memory + 1 if self.name == "copying" else self.length
+
+    @property
+    def compared(self) -> list[str]:
+        """The variants, or one for each state size."""
+        return self.variants or [f"{size}:rtf_state_size={size},s4d_state_size={size}" for size in self.state_sizes]
+
+    def tasks(self) -> "list[tuple[SyntheticArguments, dict]]":
+        """Of each task the arguments for it alone, and its own options of Trainer."""
+        found, known = [], TaskOptions(**DECLARED["training"] | vars(self))
+        for one in self.task:
+            name, _, text = one.partition(":")
+            given = parse_overrides(text, known, option=f"--task {name}")
+            own = {option: given.pop(option) for option in list(given) if option in vars(self)}
+            found.append((dataclasses.replace(self, **own, task=[name]), given))
+        return found
 
     def build(self, fields: dict) -> "TnnConfig":
         with importing():
@@ -80,25 +124,15 @@ class SyntheticArguments(ComparisonArguments):
         shared = {
             "vocab_size": self.num_tokens,
             "hidden_size": self.hidden_size,
-            "num_hidden_layers": 1 if self.task == "delay" else self.num_hidden_layers,
+            "num_hidden_layers": 1 if self.of_signals else self.num_hidden_layers,
             "gtu_expansion": 1,
             "max_position_embeddings": self.positions,
             "hidden_dropout_prob": 0.0,
         }
+        if not self.variants:
+            shared |= {"tno_type": "rtf", "rtf_num_denominators": 1}
+            shared |= {name: getattr(self, name) for name in ("rtf_initializer", "rtf_constraint")}
         return TnnConfig(**shared | fields)
-
-    def state_config(self, states: int) -> "TnnConfig":
-        """The configuration with this number of states."""
-        names = ("rtf_initializer", "rtf_constraint")
-        fields = {"tno_type": "rtf", "rtf_state_size": states, "s4d_state_size": states, "rtf_num_denominators": 1}
-        fields |= {name: getattr(self, name) for name in names}
-        return self.build(fields | parse_overrides(self.config_overrides))
-
-    def models(self) -> "dict[int | str, TnnConfig]":
-        """The configurations to compare, by state size or by name of the variant."""
-        if self.by_state:
-            return {size: self.state_config(size) for size in self.state_sizes}
-        return {variant.partition(":")[0]: self.variant_config(variant) for variant in self.variants}
 
 
 @report_errors

@@ -21,8 +21,10 @@ Example:
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,9 +41,9 @@ from tnn_programs.cli.declared import trainer_arguments, training_options
 from tnn_programs.cli.parser import parse_arguments
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.run_ablation import AblationArguments
+from tnn_programs.training.comparing import Runs, comparison
 from tnn_programs.training.grouping_trainer import GroupingTrainer
-from tnn_programs.training.run_ablation import build_trainer, load_text, score_variant
-from tnn_programs.training.trainer import compare, comparison
+from tnn_programs.training.run_ablation import TextTask
 
 Maker = Callable[[int, int], torch.Tensor]
 NOT_TRAINED = (r"\.tno\.", 0)
@@ -312,37 +314,41 @@ def with_start(args: StartArguments, number: int, rate: float) -> StartArguments
     )
 
 
-def compare_starts(args: StartArguments, training: TrainingArguments):
-    """Train from each start; the perplexity, and the figures of the kernels."""
-    starts, text, before = list(FAMILIES[args.family].items()), load_text(args), {}
+class Starts(TextTask):
+    """Training from a start; the perplexity, and the figures of the kernels."""
 
-    def build(training: TrainingArguments, number: int, rate: float) -> GroupingTrainer:
-        own = with_start(args, number, rate)
-        trainer = build_trainer(own, text, training, own.variants[0], rate)
+    def trainer(self, training: TrainingArguments, number: int, rate: float) -> GroupingTrainer:
+        all_starts, self.args = self.args, with_start(self.args, number, rate)
+        trainer = super().trainer(training, self.args.variants[0], rate)
+        self.args = all_starts
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(training.seed)
-            starts[number][1].change(trainer.model.cpu())
-        before[number] = kernels_of(trainer.model)
+            list(FAMILIES[self.args.family].values())[number].change(trainer.model.cpu())
+        self.before = kernels_of(trainer.model)
         trainer.model.to(trainer.args.device)
         return trainer
 
-    def score(trainer: GroupingTrainer, result, number: int, rate: float) -> dict:
-        row = score_variant(text, trainer, result, f"start {number}", rate)
+    def row(self, trainer: GroupingTrainer, result, number: int, rate: float) -> dict:
         after = kernels_of(trainer.model.cpu())
         return {
-            "kernels": starts[number][0],
+            "kernels": list(FAMILIES[self.args.family])[number],
             "learning_rate": rate,
-            "seed": row["seed"],
-            "norm": float(np.mean([np.linalg.norm(kernels, axis=1).mean() for kernels in before[number]])),
-            "rank": statistics.mean(map(effective_rank, before[number])),
+            "seed": trainer.args.seed,
+            "norm": float(np.mean([np.linalg.norm(kernels, axis=1).mean() for kernels in self.before])),
+            "rank": statistics.mean(map(effective_rank, self.before)),
             "end": statistics.mean(map(effective_rank, after)),
             "horizon": statistics.mean(map(horizon, after)),
-            "perplexity": next(iter(row["perplexity"].values())),
+            "perplexity": self.score(trainer, self.lengths[0]),
         }
 
-    numbers = range(len(starts)) if args.starts is None else args.starts
-    rates = args.sweep_learning_rates or [training.learning_rate]
-    compare(args, training, build, score, lambda rows: markdown_table(rows[0], map(dict.values, rows)), numbers, rates)
+
+def compare_starts(args: StartArguments, training: TrainingArguments):
+    """Train from each start, at each rate and with each seed."""
+    runs, task = Runs(args, training), Starts(args, training)
+    numbers = range(len(FAMILIES[args.family])) if args.starts is None else args.starts
+    chosen = itertools.product(numbers, task.rates)
+    rows = [runs.train(task, one, seed) for one in chosen for seed in args.seeds]
+    sys.stdout.write(f"{markdown_table(rows[0], map(dict.values, rows))}\nsaved in {runs.output}\n")
 
 
 @report_errors

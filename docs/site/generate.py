@@ -68,7 +68,7 @@ GUIDES = {
     "card": ("Publish and load", "../guides/publish.md"),
     "images": ("Images", "../guides/images.md"),
     "lra": ("Tasks of the papers", "../research/tasks.md"),
-    "synthetic": ("Tasks of the papers", "../research/tasks.md#copying-and-delay"),
+    "synthetic": ("Tasks of the papers", "../research/tasks.md#synthetic-tasks"),
     "ablation": ("Tasks of the papers", "../research/tasks.md#ablations"),
 }
 # Not chosen, but written when a model is saved.

@@ -226,7 +226,7 @@ def parse_overrides(
         reason = " ".join(str(error).split())
         raise ValueError(f"{option} must have the form name=value,name=value, got {text}: {reason}") from error
     if unknown := [name for name in fields if not hasattr(known, name)]:
-        hint = did_you_mean(unknown[0], known.to_dict())
+        hint = did_you_mean(unknown[0], vars(known))
         raise ValueError(f"{option} must be fields of {type(known).__name__}, got {', '.join(unknown)}{hint}")
     return fields
 

@@ -1,14 +1,17 @@
 """Tasks that measure what a layer can remember, and what it can find.
 
-    Copying   t_1 .. t_M, then markers: after each marker but the last, the next of the M tokens
-    Delay     a band-limited random signal of unit power: the same signal, `lag` steps later
-    Recall    k_1 v_1 .. k_M v_M, then the keys again, somewhere, in another order: for each its value
-    Passkey   noise with a marker and M tokens somewhere; a marker at the end: after it the M tokens
+    Copying            t_1 .. t_M, then markers: after each marker but the last, the next of the M tokens
+    SelectiveCopying   the same with noise before, between and behind the M tokens
+    Delay              a band-limited random signal of unit power: the same signal, `lag` steps later
+    DelayedTokens      random tokens: at each place the token of M places before
+    Recall             k_1 v_1 .. k_M v_M, then the keys again, somewhere, in another order: for each its value
+    Passkey            noise with a marker and M tokens somewhere; a marker at the end: after it the M tokens
 
 M tokens or pairs to remember, L length. All follow from a seed and are endless. The rows of tokens are for causal
-language models, whose loss shifts the labels; the last of `num_tokens` is the marker. Copying and Delay are those of
-the RTF paper (table 2, appendix C.3). Recall is multi-query associative recall (Arora et al. 2023, "Zoology", section
-4). Passkey follows Mohtashami and Jaggi 2023, section 4.2, with tokens for words.
+language models, whose loss shifts the labels; the last of `num_tokens` is the marker, the first half of the others are
+noise or keys. Copying and Delay are those of the RTF paper (table 2, appendix C.3). SelectiveCopying follows Gu and
+Dao 2023 ("Mamba", section 4.1), with noise of many tokens. Recall is multi-query associative recall (Arora et al.
+2023, "Zoology", section 4). Passkey follows Mohtashami and Jaggi 2023, section 4.2, with tokens for words.
 """
 
 from dataclasses import dataclass
@@ -41,21 +44,6 @@ class SyntheticRows(Dataset):
 
 
 @dataclass(eq=False)
-class Copying(SyntheticRows):
-    """Copying of M = `memory` tokens."""
-
-    memory: int
-    num_tokens: int
-
-    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        marker = self.num_tokens - 1
-        tokens = torch.randint(marker, (self.memory,), generator=generator)  # (M,)
-        input_ids = torch.cat([tokens, torch.full((self.memory + 1,), marker)])  # (2M + 1,)
-        labels = torch.cat([torch.full((self.memory + 1,), IGNORED), tokens])  # (2M + 1,)
-        return {"input_ids": input_ids, "labels": labels}
-
-
-@dataclass(eq=False)
 class Delay(SyntheticRows):
     """Signals of `length` L, and the same ones `lag` steps later."""
 
@@ -72,24 +60,67 @@ class Delay(SyntheticRows):
 
 
 @dataclass(eq=False)
-class Recall(SyntheticRows):
-    """Recall of M = `pairs` in L = `length` tokens, at least 3 M + 1.
+class TokenRows(SyntheticRows):
+    """Rows of L = `length` out of `num_tokens` tokens, with M = `memory` tokens or pairs to remember."""
 
-    The first half of the vocabulary, at least 2 M + 1 tokens, are keys, the second half values; its last token fills
-    the places between queries.
-    """
-
-    pairs: int
+    memory: int
     length: int
     num_tokens: int
 
+    @property
+    def half(self) -> int:
+        """The number of tokens that are noise or keys, and of those to remember."""
+        return (self.num_tokens - 1) // 2
+
+    @property
+    def marker(self) -> int:
+        return self.num_tokens - 1
+
+
+class Copying(TokenRows):
+    """Copying of M tokens in L = 2 M + 1."""
+
     def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        half, told = (self.num_tokens - 1) // 2, 2 * self.pairs
-        keys = torch.randperm(half, generator=generator)[: self.pairs]  # (M,)
-        values = half + torch.randint(half, (self.pairs,), generator=generator)  # (M,)
-        asked = torch.randperm(self.pairs, generator=generator)  # (M,)
-        places = told + torch.randperm(self.length - 1 - told, generator=generator)[: self.pairs]  # (M,)
-        input_ids = torch.full((self.length,), self.num_tokens - 1)  # (L,)
+        return self.copied(torch.randint(self.marker, (self.memory,), generator=generator), torch.arange(self.memory))
+
+    def copied(self, said: torch.Tensor, places: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The row that begins with `said`, to copy what stands at `places`, `(M,)`."""
+        input_ids = torch.cat([said, torch.full((self.memory + 1,), self.marker)])  # (L,)
+        labels = torch.full_like(input_ids, IGNORED)
+        labels[-self.memory :] = said[places]
+        return {"input_ids": input_ids, "labels": labels}
+
+
+class SelectiveCopying(Copying):
+    """Copying of M tokens, in their order, out of noise: L tokens, at least 2 M + 1."""
+
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        said = torch.randint(self.half, (self.length - self.memory - 1,), generator=generator)  # (L - M - 1,)
+        places = torch.randperm(len(said), generator=generator)[: self.memory].sort().values  # (M,)
+        said[places] = self.half + torch.randint(self.half, (self.memory,), generator=generator)
+        return self.copied(said, places)
+
+
+class DelayedTokens(TokenRows):
+    """A delay of M places in L tokens, at least M + 2."""
+
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        input_ids = torch.randint(self.marker, (self.length,), generator=generator)  # (L,)
+        labels = torch.full((self.length,), IGNORED)  # (L,)
+        labels[self.memory + 1 :] = input_ids[: -self.memory - 1]  # the loss shifts them by one
+        return {"input_ids": input_ids, "labels": labels}
+
+
+class Recall(TokenRows):
+    """Recall of M pairs in L tokens, at least 3 M + 1, out of at least 2 M + 1; the marker fills the rest."""
+
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        half, told = self.half, 2 * self.memory
+        keys = torch.randperm(half, generator=generator)[: self.memory]  # (M,)
+        values = half + torch.randint(half, (self.memory,), generator=generator)  # (M,)
+        asked = torch.randperm(self.memory, generator=generator)  # (M,)
+        places = told + torch.randperm(self.length - 1 - told, generator=generator)[: self.memory]  # (M,)
+        input_ids = torch.full((self.length,), self.marker)  # (L,)
         input_ids[:told] = torch.stack([keys, values], dim=1).flatten()
         input_ids[places] = keys[asked]
         labels = torch.full((self.length,), IGNORED)  # (L,)
@@ -97,24 +128,16 @@ class Recall(SyntheticRows):
         return {"input_ids": input_ids, "labels": labels}
 
 
-@dataclass(eq=False)
-class Passkey(SyntheticRows):
-    """A passkey of M = `digits` tokens in L = `length` tokens, at least 2 M + 2.
-
-    The first half of the vocabulary is noise, the second half are tokens of passkeys.
-    """
-
-    digits: int
-    length: int
-    num_tokens: int
+class Passkey(TokenRows):
+    """A passkey of M tokens in L tokens, at least 2 M + 2."""
 
     def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        marker, half, said = self.num_tokens - 1, (self.num_tokens - 1) // 2, self.digits + 1
+        half, said = self.half, self.memory + 1
         input_ids = torch.randint(half, (self.length,), generator=generator)  # (L,)
         start = int(torch.randint(self.length - 2 * said + 1, (), generator=generator))
-        digits = half + torch.randint(half, (self.digits,), generator=generator)  # (M,)
+        digits = half + torch.randint(half, (self.memory,), generator=generator)  # (M,)
         for place in (start, self.length - said):
-            input_ids[place], input_ids[place + 1 : place + said] = marker, digits
+            input_ids[place], input_ids[place + 1 : place + said] = self.marker, digits
         labels = torch.full((self.length,), IGNORED)  # (L,)
-        labels[-self.digits :] = input_ids[-self.digits :]
+        labels[-self.memory :] = input_ids[-self.memory :]
         return {"input_ids": input_ids, "labels": labels}

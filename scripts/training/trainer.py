@@ -1,15 +1,12 @@
 """Training with transformers' Trainer that loses nothing when a signal stops it, or memory or disk are full.
 
-A program that trains one classifier is a `classifier_run` with `train_classifier` in it, a program that trains several
-models is a `comparison` with `compare`.
+A program that trains one classifier is a `classifier_run` with `train_classifier` in it. `comparing.py` has several.
 """
 
-import copy
-import itertools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +21,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from tnn_programs.cli.atomic import SavingError, claim, new_files, saving_errors, write_json
 from tnn_programs.cli.commands import next_steps
 from tnn_programs.cli.runs import check_run, find_checkpoint, remove_incomplete, remove_others
-from tnn_programs.cli.task_arguments import ClassifierArguments, ComparisonArguments
+from tnn_programs.cli.task_arguments import ClassifierArguments
 from tnn_programs.training.costs import dry_run
 from tnn_programs.training.grouping_trainer import (
     GroupingTrainer,
@@ -193,52 +190,3 @@ def describe(trainer: Trainer) -> dict:
         "torch_threads": torch.get_num_threads(),
         "device": str(trainer.args.device),
     }
-
-
-@contextmanager
-def comparison(args: ComparisonArguments, training: TrainingArguments) -> Iterator[None]:
-    """Lock the output folder for the block, which trains several models; `args` gets its seeds.
-
-    Raises:
-        ValueError: an option is not for such a program.
-    """
-    logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
-    refuse(training, "push_to_hub", "resume_from_checkpoint")
-    args.seeds = args.seeds or [training.seed]
-    with output_folder(training, args.dry_run):
-        yield
-
-
-def compare(
-    args: ComparisonArguments,
-    training: TrainingArguments,
-    build: Callable[..., GroupingTrainer],
-    score: Callable[..., dict],
-    table: Callable[[list[dict]], str],
-    *choices: Sequence,
-):
-    """Train a model for each combination of `choices` and each seed, and write `all_results.json` after each.
-
-    Args:
-        build: the Trainer of a combination, called with a copy of `training` that has the seed.
-        score: the row of a trained model, of Trainer, result of the training and combination.
-        table: Markdown of all rows.
-    """
-    rows, output = [], Path(training.output_dir) / "all_results.json"
-    settings = vars(args) | {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
-    combinations = list(itertools.product(*choices, args.seeds))
-    for *chosen, seed in combinations:
-        own = copy.copy(training)
-        own.seed = seed
-        set_seed(seed)
-        trainer = build(own, *chosen)
-        if args.dry_run:
-            dry_run(trainer, len(combinations))
-        with saving_errors(Path(trainer.args.output_dir)):
-            result = trainer.train()
-        rows.append(score(trainer, result, *chosen))
-        if training.process_index == 0:
-            write_json(output, {"settings": settings, "rows": rows})
-            logger.info("%s", {name: value for name, value in rows[-1].items() if name != "training_loss"})
-    if training.process_index == 0:
-        sys.stdout.write(f"{table(rows)}\nsaved in {output}\n")

@@ -32,7 +32,7 @@ ORDER = {
         {"compile", "parallel", "tools"},
         {"original", "plotting", "serving"},
     ],
-    PROGRAMS: [{"cli"}, {"data", "serving"}, {"training"}, {"benchmarks"}],
+    PROGRAMS: [{"cli"}, {"data", "serving", "benchmarks"}, {"training"}],
 }
 # Files that need more than torch, transformers, huggingface_hub and safetensors, and what they need.
 EXTRAS = {

@@ -1,5 +1,7 @@
 """Copying, Delay, Recall and Passkey, and ablations: their rows and scores, and both programs at a small size."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from datasets import Dataset
@@ -7,25 +9,34 @@ from datasets import Dataset
 from helpers.models import seeded, tiny_config
 from helpers.scripts import TEXT, read, run, table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from tnn_programs.data.synthetic import BAND, IGNORED, Copying, Delay, Passkey, Recall
+from tnn_programs.data.synthetic import (
+    BAND,
+    IGNORED,
+    Copying,
+    Delay,
+    DelayedTokens,
+    Passkey,
+    Recall,
+    SelectiveCopying,
+)
 from tnn_programs.run_synthetic import SyntheticArguments
 from tnn_programs.training import run_ablation, run_synthetic
 from tnn_programs.training.scoring import score_tokens
 
 
 def test_copying_rows():
-    rows = Copying(50, seed=3, memory=4, num_tokens=6)
+    rows = Copying(50, seed=3, memory=4, length=9, num_tokens=6)
     row = rows[7]
     assert len(rows) == 50 and row["input_ids"].tolist()[4:] == [5] * 5
     assert row["labels"].tolist()[:5] == [-100] * 5 and torch.equal(row["labels"][5:], row["input_ids"][:4])
-    assert torch.equal(Copying(50, 3, 4, 6)[7]["input_ids"], row["input_ids"])
-    assert not torch.equal(Copying(50, 4, 4, 6)[7]["input_ids"], row["input_ids"])
+    assert torch.equal(Copying(50, 3, 4, 9, 6)[7]["input_ids"], row["input_ids"])
+    assert not torch.equal(Copying(50, 4, 4, 9, 6)[7]["input_ids"], row["input_ids"])
     assert {token for row in rows for token in row["input_ids"].tolist()} == set(range(6))
 
 
 def test_copying_is_scored_where_the_loss_is():
     """A model that answers each marker right has accuracy 1; one answer too late has not."""
-    labels = torch.stack([row["labels"] for row in (Copying(3, 0, 5, 8)[index] for index in range(3))])
+    labels = torch.stack([row["labels"] for row in (Copying(3, 0, 5, 11, 8)[index] for index in range(3))])
     answers = torch.zeros_like(labels)
     answers[:, 5:10] = labels[:, 6:]
     for shift in (0, 1):
@@ -43,7 +54,7 @@ def test_delay_rows():
 
 def test_recall_rows():
     """Each key is asked for once, somewhere behind the pairs, and the label behind it is its value."""
-    rows, places = Recall(200, seed=3, pairs=4, length=20, num_tokens=13), set()
+    rows, places = Recall(200, seed=3, memory=4, length=20, num_tokens=13), set()
     for row in rows:
         ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
         pairs = dict(zip(ids[:8:2], ids[1:8:2], strict=True))
@@ -56,9 +67,22 @@ def test_recall_rows():
     assert places == set(range(8, 19))
 
 
+def test_selective_copying_and_delayed_tokens():
+    """The tokens to copy keep their order, at any places; each token comes back when the loss looks for it."""
+    places = set()
+    for row in SelectiveCopying(200, seed=3, memory=3, length=12, num_tokens=9):
+        ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+        assert ids[8:] == [8] * 4 and max(ids[:8]) < 8 and labels[:9] == [IGNORED] * 9
+        assert [token for token in ids[:8] if token >= 4] == labels[9:]
+        places |= {place for place, token in enumerate(ids[:8]) if token >= 4}
+    assert places == set(range(8))
+    row = DelayedTokens(5, seed=0, memory=3, length=12, num_tokens=9)[1]
+    assert row["labels"].tolist() == [IGNORED] * 4 + row["input_ids"].tolist()[:8]
+
+
 def test_passkey_rows():
     """The tokens behind the first marker are those to say at the end."""
-    rows, starts = Passkey(200, seed=3, digits=3, length=16, num_tokens=9), set()
+    rows, starts = Passkey(200, seed=3, memory=3, length=16, num_tokens=9), set()
     for row in rows:
         ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
         start, last = (place for place, token in enumerate(ids) if token == 8)
@@ -70,35 +94,43 @@ def test_passkey_rows():
 
 
 def arguments(**fields):
-    given = {"task": "copying"} | fields
-    models = {"variants": ["pure"], "memory": 4} if given["task"] in ("recall", "passkey") else {"state_sizes": [4]}
+    given = {"task": ["copying"]} | fields
+    by_state = given["task"][0] in ("copying", "delay")
+    models = {"state_sizes": [4]} if by_state else {"variants": ["pure"], "memory": 4}
     return SyntheticArguments(**models | given)
+
+
+def configs(args) -> list:
+    return [args.variant_config(variant) for variant in args.compared]
 
 
 def test_states_and_blocks_of_the_models():
     """States are those of the operator that is chosen. Overrides reach all models, below those of a variant."""
     args = arguments(config_overrides="tno_type=s4d", state_sizes=[4, 6])
-    for states, config in args.models().items():
+    for states, config in zip((4, 6), configs(args), strict=True):
         (operator,) = {type(module) for module in TnnForCausalLM(config).modules() if hasattr(module, "num_modes")}
         assert operator.__name__ == "S4dOperator" and config.s4d_state_size == states
-    recall = {"task": "recall", "num_tokens": 12, "length": 20}
+    recall = {"task": ["recall"], "num_tokens": 12, "length": 20}
     for fields in ({}, recall):
-        (config,) = arguments(config_overrides="toeplitz_mixer=s4,use_glu=False", **fields).models().values()
+        (config,) = configs(arguments(config_overrides="toeplitz_mixer=s4,use_glu=False", **fields))
         assert config.toeplitz_mixer == "s4" and not config.use_glu and config.gtu_expansion == 1
     args = arguments(config_overrides="toeplitz_mixer=s4", variants=["pure:toeplitz_mixer=gtu"], **recall)
-    assert args.models()["pure"].toeplitz_mixer == "gtu"
+    assert configs(args)[0].toeplitz_mixer == "gtu"
 
 
 def test_refused_arguments():
     for fields, message in (
         ({"memory": 10, "state_sizes": [21]}, "--state_sizes must be at least 1 and at most 20 .*, got 21"),
-        ({"task": "delay", "memory": 50, "length": 50}, "--length must be at least 51 for delay, got 50"),
-        ({"task": "recall", "num_tokens": 8}, "--num_tokens must be at least 9 for recall, got 8"),
-        ({"task": "recall", "length": 12}, "--length must be at least 13 for recall, got 12"),
-        ({"task": "passkey", "longer": [9]}, "--longer must be at least 10 for passkey, got 9"),
-        ({"task": "recall", "state_sizes": [4]}, "--state_sizes must be left out for recall, got 4"),
-        ({"task": "recall", "variants": []}, "--variants must be given for recall, got nothing"),
-        ({"task": "recall", "variants": ["a:tno_type=x"]}, "--variants a: `tno_type` must be"),
+        ({"task": ["delay"], "memory": 50, "length": 50}, "--length must be at least 51 for delay, got 50"),
+        ({"task": ["recall"], "num_tokens": 8}, "--num_tokens must be at least 9 for recall, got 8"),
+        ({"task": ["recall"], "length": 12}, "--length must be at least 13 for recall, got 12"),
+        ({"task": ["passkey"], "longer": [9]}, "--longer must be at least 10 for passkey, got 9"),
+        ({"task": ["recall"], "state_sizes": [4]}, "--state_sizes must be left out for recall, got 4"),
+        ({"task": ["recall"], "variants": []}, "--variants must be given for recall, got nothing"),
+        ({"task": ["recall"], "variants": ["a:tno_type=x"]}, "--variants a: `tno_type` must be"),
+        ({"task": ["recal"]}, "--task must be one of copying, .*, got recal"),
+        ({"task": ["recall:memry=4"]}, "--task recall must be fields of TaskOptions, got memry; did you mean memory?"),
+        ({"task": ["recall:length=12"], "num_tokens": 12}, "--length must be at least 13 for recall, got 12"),
     ):
         with pytest.raises(ValueError, match=message):
             arguments(**fields)
@@ -115,7 +147,6 @@ def test_script(tmp_path):
     rows = read(tmp_path / "out")["rows"]
     assert [row["variant"] for row in rows] == ["rpe", "explicit", "masked"]
     assert all(list(row["perplexity"]) == ["16", "70"] and row["steps"] == 2 for row in rows)
-    assert [row["scored_tokens"] for row in rows][:2] == [99, 99]
     losses = [row["training_loss"] for row in rows]
     assert all(list(loss) == ["1", "2"] and 4 < loss["1"] < 20 for loss in losses)
     assert table_rows(shown)[0][:3] == ["variant", "perplexity at 16", "perplexity at 70"]
@@ -130,15 +161,55 @@ def test_every_length_scores_the_same_tokens():
         for model in (TnnForCausalLM, TnnForMaskedLM)
     )
     for length in (16, 33, 64, 99, 100):
-        loss, count = run_ablation.score(causal, ids, tokenizer, length, 40)
+        loss, count = run_ablation.text_loss(causal, ids, tokenizer, length, 40)
         expected = score_tokens(causal, ids, length, None, 1000)
         assert count == len(expected) == 99 and loss == pytest.approx(expected.mean().item(), rel=1e-6)
-        found = [run_ablation.score(masked, ids, tokenizer, length, rows * length) for rows in (1, 3)]
+        found = [run_ablation.text_loss(masked, ids, tokenizer, length, rows * length) for rows in (1, 3)]
         assert found[0] == pytest.approx(found[1], rel=1e-6)
         assert found[0][1] == (run_ablation.mask(ids, tokenizer)[1] != -100).sum() and 5 < found[0][1] < 30
     (hidden, labels), losses = run_ablation.mask(ids, tokenizer), []
     for row in (slice(start, start + 33) for start in range(0, 100, 33)):
         logits = masked(hidden[None, row]).logits[0]
         losses.append(torch.nn.functional.cross_entropy(logits, labels[row], reduction="sum").item())
-    loss, count = run_ablation.score(masked, ids, tokenizer, 33, 99)
+    loss, count = run_ablation.text_loss(masked, ids, tokenizer, 33, 99)
     assert sum(losses) / count == pytest.approx(loss, rel=1e-5)
+
+
+VARIANTS = (
+    "--variants fd:tno_type=fd llama:model=llama-tiny,num_attention_heads=2 "
+    "mamba:model=mamba2-tiny,num_heads=2,head_dim=16 "
+    "delta:model=transformers.Qwen3_5TextConfig,layer_types=[linear_attention],linear_num_key_heads=2,"
+    "linear_num_value_heads=2,linear_key_head_dim=4,linear_value_head_dim=4,num_attention_heads=2,head_dim=4"
+)
+
+
+def test_other_models_are_compared_at_equal_parameters_and_runs_are_kept(tmp_path):
+    """In several tasks, at the best rate with a further seed; what is in the file is not trained again."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = (
+        f"--dataset_name {tmp_path}/text.txt --output_dir {tmp_path}/out --max_steps 1 --num_tokens 33 --length 16",
+        "--hidden_size 16 --num_hidden_layers 1 --equal_parameters --sweep_learning_rates 1e-3 1e-2 --seeds 0 1",
+        "--task recall:memory=3,longer=[20] text:num_tokens=261 --seeds_at_best --max_eval_samples 4 --contexts 5",
+        "--config_overrides rpe_dim=4 --eval_tokens 40 --per_device_train_batch_size 2 --use_cpu --save_strategy no",
+    )
+    shown = run("run_synthetic", *given, VARIANTS).stdout
+    found = read(tmp_path / "out")
+    rows = found["rows"]
+    names = ["fd", "llama", "mamba", "delta"]
+    assert [row["variant"] for row in rows] == [name for name in 2 * names for _ in range(3)]
+    for task, metric, lengths in (("recall", "accuracy", ["16", "20"]), ("text", "bits per byte", ["16"])):
+        own = [row for row in rows if row["task"] == task]
+        assert len(own) == 12 and all(list(row[metric]) == lengths for row in own)
+        assert all(abs(row["parameters"] / own[0]["parameters"] - 1) <= 0.05 for row in own)
+        for first, second, last in (own[i : i + 3] for i in range(0, 12, 3)):
+            assert (first["seed"], second["seed"], last["seed"]) == (0, 0, 1)
+            scores = [row[metric]["16"] for row in (first, second)]
+            best = scores.index(min(scores) if task == "text" else max(scores))
+            assert last["learning_rate"] == (first, second)[best]["learning_rate"]
+    assert [row["model"] for row in found["costs"]] == names and all(row["state_bytes"] > 0 for row in found["costs"])
+    assert [line[0] for line in table_rows(shown)].count("llama") == 3
+    with patch("tnn_programs.training.comparing.Task.trainer", side_effect=AssertionError):
+        run("run_synthetic", *given, VARIANTS)
+    assert read(tmp_path / "out")["rows"] == rows
+    refused = run("run_synthetic", *given, "--variants a b:use_glu=false,gtu_expansion=9", check=False)
+    assert refused.returncode and "--equal_parameters, got" in refused.stderr
