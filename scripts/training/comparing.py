@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, TrainingArgumen
 from modeling_tnn.tno_rtf import RtfOperator
 from modeling_tnn.tools.poles import PoleCallback, spectral_radius
 from tnn_programs.benchmarks import measure, models
-from tnn_programs.cli.atomic import read_json, saving_errors, write_json
+from tnn_programs.cli.atomic import read_json, saving_errors, write_json, write_text
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.cli.task_arguments import ComparisonArguments
 from tnn_programs.training.costs import dry_run
@@ -209,20 +209,23 @@ def compare(args: ComparisonArguments, training: TrainingArguments, begin: Calla
     """
     tables, tasks = [], []
     with comparison(args, training):
-        rates, found = args.sweep_learning_rates or [training.learning_rate], args.tasks()
-        runs = Runs(args, training, len(found) * len(args.compared) * len(rates) * len(args.seeds))
-        for own, options in found:
+        for own, options in args.tasks():
             trained = copy.copy(training)
             vars(trained).update(options)
             tasks.append(task := begin(own, trained))
-            rows = [row for variant in own.compared for row in task.rows(runs, variant)]
-            tables.append(f"{task.name}\n\n" * (len(found) > 1) + task.table(rows))
+            for variant in own.compared:
+                task.config(variant)  # none is refused after hours
+        runs = Runs(args, training, sum(len(one.args.compared) * len(one.rates) * len(args.seeds) for one in tasks))
+        for task in tasks:
+            rows = [row for variant in task.args.compared for row in task.rows(runs, variant)]
+            tables.append(f"{task.name}\n\n" * (len(tasks) > 1) + task.table(rows))
         if args.contexts:
             rows = costs(max(tasks, key=lambda task: task.lengths[0]))
             runs.write(costs=rows)
             tables.append(measure.markdown(rows, models.OF_SMALL))
-    if runs.writes:
-        sys.stdout.write("\n\n".join(tables) + f"\nsaved in {runs.output}\n")
+        if runs.writes:
+            write_text(runs.output.with_suffix(".md"), "\n\n".join(tables) + "\n")
+            sys.stdout.write("\n\n".join(tables) + f"\nsaved in {runs.output}\n")
 
 
 def costs(task: Task) -> list[dict]:

@@ -208,6 +208,7 @@ def test_other_models_are_compared_at_equal_parameters_and_runs_are_kept(tmp_pat
             assert last["learning_rate"] == (first, second)[best]["learning_rate"]
     assert [row["model"] for row in found["costs"]] == names and all(row["state_bytes"] > 0 for row in found["costs"])
     assert [line[0] for line in table_rows(shown)].count("llama") == 3
+    assert (tmp_path / "out/all_results.md").read_text().strip() in shown
     with patch("tnn_programs.training.comparing.Task.trainer", side_effect=AssertionError):
         run("run_synthetic", *given, VARIANTS)
     assert read(tmp_path / "out")["rows"] == rows
