@@ -189,11 +189,7 @@ class Runs:
 
 @contextmanager
 def comparison(args: ComparisonArguments, training: TrainingArguments) -> Iterator[None]:
-    """Lock the output folder for the block, which trains several models; `args` gets its seeds.
-
-    Raises:
-        ValueError: an option is not for such a program.
-    """
+    """Lock the output folder for the block, which trains several models; `args` gets its seeds."""
     logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
     refuse(training, "push_to_hub", "resume_from_checkpoint")
     args.seeds = args.seeds or [training.seed]
@@ -202,11 +198,7 @@ def comparison(args: ComparisonArguments, training: TrainingArguments) -> Iterat
 
 
 def compare(args: ComparisonArguments, training: TrainingArguments, begin: Callable[..., Task]):
-    """Train all variants for each task, write `all_results.json` after each run, and tables in the end.
-
-    Args:
-        begin: what makes a task of its arguments and those of Trainer.
-    """
+    """Train all variants for each task, which `begin` makes of its arguments and Trainer's; and write their tables."""
     tables, tasks = [], []
     with comparison(args, training):
         for own, options in args.tasks():

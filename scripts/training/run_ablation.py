@@ -50,7 +50,7 @@ def text_loss(
     model: PreTrainedModel, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, length: int, tokens_per_pass: int
 ) -> tuple[float, int]:
     """The mean loss in nats on ids `(T,)` in rows of `length` <= T, and the number of scored tokens."""
-    if is_causal(model.config):
+    if getattr(model.config, "causal", True):  # others than TNNs are
         nats = score_tokens(model, ids, length, None, tokens_per_pass)
         return nats.mean().item(), len(nats)
     total, count = 0.0, 0
@@ -59,11 +59,6 @@ def text_loss(
         nats = token_losses(model(rows.to(model.device)).logits, labels.to(model.device), causal=False)  # (B, L)
         total, count = total + nats.double().sum().item(), count + (labels != IGNORED).sum().item()
     return total / count, count
-
-
-def is_causal(config: PreTrainedConfig) -> bool:
-    """Whether a model predicts the next token, as all but bidirectional TNNs do here."""
-    return getattr(config, "causal", True)
 
 
 class TextTask(Task):
@@ -87,10 +82,10 @@ class TextTask(Task):
 
     def model(self, config: PreTrainedConfig) -> nn.Module:
         config.vocab_size = len(self.tokenizer)
-        return (AutoModelForCausalLM if is_causal(config) else AutoModelForMaskedLM).from_config(config)
+        return (AutoModelForCausalLM if getattr(config, "causal", True) else AutoModelForMaskedLM).from_config(config)
 
     def options(self, config: PreTrainedConfig, seed: int) -> dict:
-        mlm = not is_causal(config)
+        mlm = not getattr(config, "causal", True)
         collator = DataCollatorForLanguageModeling(self.tokenizer, mlm=mlm, mlm_probability=MASK_PROBABILITY)
         return {"train_dataset": self.blocks, "data_collator": collator}
 
