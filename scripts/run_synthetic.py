@@ -48,7 +48,7 @@ class TaskOptions(SimpleNamespace):
 class SyntheticArguments(ComparisonArguments):
     """The tasks and the models."""
 
-    task: list[str] = option(text=f"Tasks: {', '.join(LEAST)}; with options of their own, NAME:OPTION=VALUE,...")
+    task: list[str] = option(metavar=f"{{{','.join(LEAST)}}}")
     state_sizes: list[int] = option([], "Numbers of states to compare, of rtf or s4d: copying and delay.")
     memory: int = option(1024, "Tokens to copy, steps of delay, pairs to recall, or tokens of a passkey.")
     num_tokens: int = option(64, "Size of the vocabulary, markers included; 261 for text in bytes.")
@@ -78,6 +78,7 @@ class SyntheticArguments(ComparisonArguments):
         self._require("length", self.length >= least - self.of_signals, f"at least {least - self.of_signals}")
         fixed = self.of_signals or self.name == "copying"
         self._require("longer", not (fixed and self.longer), "left out")
+        self._require("contexts", not (self.of_signals and self.contexts), "left out")
         self._require("longer", min(self.longer, default=least) >= least, f"at least {least}")
         longest = self.positions - 1
         fits = all(1 <= size <= longest for size in self.state_sizes)
