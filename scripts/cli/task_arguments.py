@@ -42,11 +42,7 @@ class ClassifierArguments(GroupArguments):
 
 @dataclass(kw_only=True)
 class ComparisonArguments(GroupArguments):
-    """The options of programs that compare variants of a model. A subclass builds one from fields (`build`).
-
-    Attributes:
-        name: the task. `compared` are its variants.
-    """
+    """The options of programs that compare variants (`compared`). A subclass builds one from fields (`build`)."""
 
     name, compared = "text", property(attrgetter("variants"))
     variants: list[str] = option([])

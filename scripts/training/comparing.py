@@ -41,12 +41,9 @@ INNER, TOLERANCE = ("intermediate_size", "state_size"), 0.05
 class Task:
     """What all variants are trained for, by `args` and Trainer's `training`.
 
-    A subclass has `options(config, seed)`, the data and further options of Trainer for one run, and `score(trainer,
-    length)`, the score of a trained model on rows of a length.
-
-    Attributes:
-        metric: the name of the score; `best` chooses among scores.
-        lengths: those of the rows that are scored, the trained one first.
+    A subclass has `options(config, seed)`, the data and further options of Trainer for a run, `score(trainer, length)`
+    on rows of a length, the name of the score (`metric`), and what chooses among scores (`best`). `lengths` are those
+    of the rows that are scored, the trained one first.
     """
 
     metric, best = "", min
@@ -116,10 +113,8 @@ class Task:
         """The rate that is best at the trained length, in the mean over the seeds that all rates have."""
         rates = {rate: {row["seed"]: row for row in rows if row["learning_rate"] == rate} for rate in self.rates}
         seeds, length = set.intersection(*map(set, rates.values())), str(self.lengths[0])
-        means = {
-            rate: statistics.mean(own[seed][self.metric][length] for seed in seeds) for rate, own in rates.items()
-        }
-        return self.best(means, key=means.get)
+        scores = {rate: [own[seed][self.metric][length] for seed in seeds] for rate, own in rates.items()}
+        return self.best(scores, key=lambda rate: statistics.mean(scores[rate]))
 
     def rows(self, runs: "Runs", variant: str) -> list[dict]:
         """The rows of a variant: at each rate with each seed, or with all but the first at the best rate alone."""

@@ -17,13 +17,8 @@ from tnn_programs.training.run_ablation import ByteTask
 if TYPE_CHECKING:
     from tnn_programs.cli.task_arguments import ComparisonArguments
 
-ROWS = {
-    "copying": Copying,
-    "selective-copying": SelectiveCopying,
-    "delay": DelayedTokens,
-    "recall": Recall,
-    "passkey": Passkey,
-}
+ROWS = {"copying": Copying, "selective-copying": SelectiveCopying, "delay": DelayedTokens, "recall": Recall}
+ROWS |= {"passkey": Passkey}
 
 
 class DelayModel(nn.Module):
