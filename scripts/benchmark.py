@@ -30,7 +30,7 @@ class BenchmarkArguments:
     block_size: int = 512
     tokens: int = option(2048, "Tokens in a batch.")
     bf16: bool = option(False, "Train under autocast in bfloat16.")
-    contexts: list[int] = option([512, 8192], "Tokens in the context.")
+    contexts: list[int] = option([512, 8192])
     batch_size: int = 1
 
 

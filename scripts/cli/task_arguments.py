@@ -56,7 +56,7 @@ class ComparisonArguments(GroupArguments):
     sweep_learning_rates: list[float] = option([])
     seeds: list[int] | None = None
     seeds_at_best: bool = option(False, "Train with all but the first of the seeds at the best learning rate alone.")
-    contexts: list[int] = option([], "At last measure a training step, and a new token after so many tokens.")
+    contexts: list[int] = option([])
     max_pole_radius: float | None = None
     dry_run: bool = False
 
