@@ -125,8 +125,8 @@ DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
     "num_filter_groups": _in_heads(attrgetter("num_mixer_heads")),
 }
 # Without attention these fields are None and are not saved. Their names are those of transformers.
-ATTENTION = "num_attention_heads", "num_key_value_heads", "head_dim", "attention_dropout"
-ATTENTION_FIELDS = {*ATTENTION, "rope_parameters", "sliding_window"}
+ATTENTION_FIELDS = {"layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "attention_dropout"}
+ATTENTION_FIELDS |= {"rope_parameters", "sliding_window"}
 
 # Fields that follow from the length of the training.
 LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length", "hyena_filter_length")

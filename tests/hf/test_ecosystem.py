@@ -231,7 +231,9 @@ def test_lora_and_int8_on_every_operator(variant, tmp_path):
         torchao.quantize_(called, torchao.Int8WeightOnlyConfig())
         loaded = AutoModel.from_pretrained(tmp_path, quantization_config=weight_only(8))
         for quantized in (called, loaded, of_torch.quantize_dynamic(plain, {torch.nn.Linear})):
-            assert 0 < relative_error(first_output(quantized, ids), expected) < 0.05
+            error = relative_error(first_output(quantized, ids), expected)
+            # The heads of MultiHyena multiply three projections.
+            assert 0 < error < (0.1 if mixer.get("toeplitz_mixer") == "multihyena" else 0.05)
             assert kept <= {name for name, part in quantized.named_parameters() if type(part.data) is torch.Tensor}
         lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
         model = peft.get_peft_model(AutoModel.from_pretrained(tmp_path), lora).eval()

@@ -156,7 +156,7 @@ def test_the_operations_of_a_token(head, config, batch, lags):
             model(**batch(rows)).loss.backward()
         totals.append(counter.total)
     operators = config.layer_types.count("toeplitz") * (1 if lags == 36 else 2)  # an image has two in a layer
-    transforms = 20 * math.log2(2 * lags) * operators * config.gtu_dim
+    transforms = 20 * math.log2(2 * lags) * operators * config.operator_dim
     counted = (totals[1] - totals[0]) / 36 + transforms
     counted += 6 * sum(part.numel() for name, part in model.named_parameters() if name.endswith("short.taps"))
     assert flops_of_token(model, 36) == pytest.approx(counted, rel=0.03)
