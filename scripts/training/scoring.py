@@ -35,10 +35,12 @@ def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
 
 def _score_parts(model, rows: torch.Tensor, part: int) -> torch.Tensor:
     cached = part < rows.shape[1]
-    nats, cache = [], None
+    nats, cache = [], {}
     for start in range(0, rows.shape[1], part):
-        output = model(rows[:, start : start + part], use_cache=cached, **{CACHE: cache})
-        cache = getattr(output, CACHE)
+        output = model(rows[:, start : start + part], use_cache=cached, **cache)
+        if cached:
+            name = CACHE if CACHE in output else "cache_params"  # of Mamba-2 in 5.17
+            cache = {name: output[name]}
         targets = rows[:, start + 1 : start + part + 1]  # (B, P), one less in the last part
         logits = output.logits[:, : targets.shape[1]].float()  # (B, P, V)
         nats.append(cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
