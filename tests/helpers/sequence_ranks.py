@@ -48,6 +48,7 @@ CASES |= {"rpe-causal plain": ("rpe", True, {}, dict)}
 CASES |= {"uneven channels": ("rtf", False, {"gtu_expansion": 1.72, "rtf_num_denominators": 1}, padding)}
 CASES |= {"decays": ("rpe", True, {"learnable_decay": True, "norm_position": "post", "use_glu": False}, dict)}
 CASES |= {"eager": ("fd", False, {"tno_implementation": "eager"}, padding)}
+CASES |= {"groups": ("s4d", True, {"num_filter_groups": 8}, TEXTS["packed and padded"])}
 CASES |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16}, dict)}
 
 USUAL = [
@@ -56,7 +57,7 @@ USUAL = [
     "ski-bidirectional padded",
     "sinusoidal packed",
 ]
-USUAL += ["uneven channels", "two axes"]
+USUAL += ["uneven channels", "groups", "two axes"]
 
 
 def build(tno_type: str, causal: bool, fields: dict):
