@@ -464,7 +464,8 @@ class RtfOperator(ToeplitzOperator):
         pole = torch.exp(-1 / self.time_constants(rows // sides)).to(self.denominator)  # (Q,)
         first = torch.arange(self.denominator.shape[1], device=pole.device) == 0  # (N,)
         # The constraint divides by the sum of the magnitudes and the slack.
-        init.copy_(self.denominator, -(pole if self.slack is None else pole / pole).repeat(sides)[:, None] * first)
+        largest = pole if self.slack is None else torch.ones_like(pole)
+        init.copy_(self.denominator, -largest.repeat(sides)[:, None] * first)
         if self.slack is not None:
             init.copy_(self.slack, 1 / pole - 1)
         rest = per_filter((1 - pole**self.size).repeat(sides), len(self.numerator))  # the tail wraps around
