@@ -14,7 +14,8 @@ from modeling_tnn.serving.rows import bytes_of_text, drop_padding, insert_rows, 
 # Kinds of states, and settings with which a block or a history has another form.
 MORE = {"rpe-long": {"tno_type": "rpe", "decay": 0.97}, "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192}}
 EVERY_MODEL = pytest.mark.parametrize(
-    "name", ["rpe-long", "fd-tiles", "rtf", "modal", "sliding", *slow("rpe-no-decay", "sinusoidal", "hyena")]
+    "name",
+    ["rpe-long", "fd-tiles", "rtf", "modal", "sliding", "multihyena", *slow("rpe-no-decay", "sinusoidal", "hyena")],
 )
 TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))
 
@@ -122,7 +123,7 @@ def test_texts_that_replace_others(name):
     batch.steps(1)
 
 
-@pytest.mark.parametrize("name", ["rpe-no-decay", "fd-tiles", "rtf", "sliding"])
+@pytest.mark.parametrize("name", ["rpe-no-decay", "fd-tiles", "rtf", "sliding", "multihyena"])
 def test_bytes_of_a_text(name):
     """The bound holds while the text is written token by token, and is not far above."""
     model, length, most = model_of(name), 700, 0
