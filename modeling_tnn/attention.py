@@ -56,7 +56,7 @@ class TnnAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_biases_only)
 
     def forward(self, hidden_states: torch.Tensor, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(B, L, d)` to `(B, L, d)`, with a cache that holds the keys and values of earlier tokens.
@@ -93,7 +93,18 @@ def attend_apart(attend: Callable, heads: Sequence[torch.Tensor], batches: Batch
 
 
 class TnnRotaryEmbedding(LlamaRotaryEmbedding):
-    """Rotary positions, whose frequencies stay in float32 when the model gets another dtype."""
+    """Rotary positions, whose frequencies stay in float32 when the model gets another dtype, or are in float64."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and sines `(B, L, d_h)` of positions `(B, L)`. transformers computes in float32 alone."""
+        given = self.config.rope_parameters
+        if x.dtype != torch.float64 or given["rope_type"] not in ("default", "linear"):
+            return super().forward(x, position_ids)
+        size = self.config.head_dim
+        exponents = torch.arange(0, size, 2, dtype=x.dtype, device=x.device) / size  # (d_h/2,)
+        frequencies = given["rope_theta"] ** -exponents / given.get("factor", 1.0)
+        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
 
     def _apply(self, fn, recurse=True):
         return super()._apply(without_narrowing(fn, self.buffers()), recurse)

@@ -354,4 +354,5 @@ def bind_to_config(cache: Cache, layers: list[CacheLayerMixin], fields: dict):
 def fields_of(config: PreTrainedConfig) -> dict:
     """The fields of a `TnnConfig` that a state depends on."""
     values = vars(config)  # once: transformers intercepts each look at an attribute, and this runs for each token
-    return {name: values[name] for name in type(config).__annotations__ if name not in OTHER_FIELDS}
+    fields = {name: values[name] for name in type(config).__annotations__ if name not in OTHER_FIELDS}
+    return fields | {"per_layer_config": values.get("_heterogeneity_spec")}

@@ -24,7 +24,7 @@ MIXERS = GTU, HYENA, S4, MULTIHYENA = "gtu", "hyena", "s4", "multihyena"
 # The operators of this package, each with its directions: whether `causal` may be True, and False.
 DIRECTIONS = {  # programs read the names from this text
     "rpe": (True, True), "fd": (True, True), "ski": (False, True), "rtf": (True, True), "s4d": (True, True),
-    "modal": (True, False), "explicit": (True, True), "hyena": (True, True),
+    "modal": (True, False), "explicit": (True, True), "hyena": (True, True), "exponential": (True, True),
 }  # fmt: skip
 BUILT_IN = frozenset(DIRECTIONS)
 
@@ -33,6 +33,7 @@ OPERATORS: dict[str, type] = {}
 
 CHOICES = {
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm", "batchnorm"),
+    "final_norm_type": (None, "simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "rpe_norm_type": (None, "simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "norm_position": ("pre", "post", "res_post"),
     "initializer": ("torch", "normal", "normal_gtu", "small_embeddings"),
@@ -70,7 +71,7 @@ def between(least: int, most: int) -> Limit:
 LARGEST_SIZE = 2**24
 
 DROPOUTS = ("hidden_dropout_prob", "classifier_dropout", "attention_dropout")
-POSITIVE = ("initializer_range", "layer_norm_eps")
+POSITIVE = ("initializer_range", "layer_norm_eps", "rms_norm_eps")
 # The limits of single fields: a predicate, and the text that follows "must be" in the error. Integers without an entry
 # here are sizes (`SIZES`).
 LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.items()} | {
@@ -90,6 +91,9 @@ LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.i
     **dict.fromkeys(POSITIVE, (lambda value: 0 < value < math.inf, "a finite number above 0")),
 }
 ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act", "mlp_act", "classifier_act")
+
+# The fields that `per_layer_config` may change, besides those of the operators, which follow `rpe_dim` below.
+PER_LAYER = {"tno_type", "num_filter_groups", "hyena_skip", "hidden_act", "mlp_act", "intermediate_size"}
 
 # Grids of kernels are no parameters: a small folder could ask for any size.
 SHORTEST_GRID, LONGEST_GRID, GRID_OF_LENGTH = 2**16, 2**19, 128
@@ -144,11 +148,17 @@ DERIVED = DERIVED_LAYERS | FIXED
 class TnnConfig(PreTrainedConfig):
     """Configuration of a [`TnnModel`] and its heads. The defaults are the causal language model of the TNN paper.
 
+    Layers may differ, as in transformers: `per_layer_config` is a dictionary from the number of a layer to its fields,
+    which may be those of operators, `tno_type`, `num_filter_groups`, `hyena_skip`, `hidden_act`, `mlp_act` and
+    `intermediate_size`. `config.per_layer_config[i]` is the configuration of layer i. The model's own configuration
+    gives no value for a field that differs.
+
     Args:
         vocab_size: Number of tokens in the vocabulary.
         hidden_size: Width of the token representations, d.
         num_hidden_layers: Number of blocks, each of a mixer and a GLU.
-        layer_types (defaults to `"toeplitz"` for all): Mixer of each block: `"toeplitz"` (the `toeplitz_mixer`),
+        layer_types (defaults to `"toeplitz"` for all): Mixer of each block: `"toeplitz"` (the `toeplitz_mixer`), the
+            name of its operator (a `tno_type`; it becomes `"toeplitz"` and an entry of `per_layer_config`),
             `"full_attention"` or `"sliding_attention"` (softmax attention).
         toeplitz_mixer: `"gtu"` (the gated Toeplitz unit), `"hyena"` (Hyena of order 2, with the operator as its long
             filter), `"s4"` (S4's: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`) or
@@ -158,6 +168,7 @@ class TnnConfig(PreTrainedConfig):
         short_conv_kernel: Number of taps of the short convolutions of `"hyena"`, in [1, 64]; odd with `causal=False`.
         hyena_rank: Width between the two linear maps, with `hidden_act`, at the end of `"hyena"`. None for one map.
         hyena_norm: Whether `"hyena"` normalises its gated product: an RMS norm with a scale per channel, eps 1e-6.
+        hyena_skip: Whether `"hyena"` adds its input, times a weight per channel, to the product of the long filter.
         num_mixer_heads (defaults to the GTU width // 16): Heads of `"multihyena"`, a divisor of that width.
             None for other mixers.
         num_attention_heads (defaults to `hidden_size // 64`): Number of attention heads. None without attention.
@@ -174,7 +185,8 @@ class TnnConfig(PreTrainedConfig):
             the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not causal), `"rtf"` (a
             rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"` (a recurrence fitted by
             `to_recurrent`), `"explicit"` (a parameter per lag below `explicit_length`, times the decay), `"hyena"`
-            (Hyena's implicit filter, an MLP of sines), or a name given to `register_operator`.
+            (Hyena's implicit filter, an MLP of sines), `"exponential"` (a sum of real exponentials, with poles and
+            residues for each filter), or a name given to `register_operator`.
         num_filter_groups: Number of filters, each for as many neighbouring channels, a divisor of the GTU width. None
             for a filter per channel. With `"multihyena"` a divisor of `num_mixer_heads`, and by default this number.
         tno_implementation: Computation of Toeplitz products: `"fused"` (fast) or `"eager"` (PyTorch's own operations),
@@ -199,7 +211,13 @@ class TnnConfig(PreTrainedConfig):
             the real tokens of a batch, in each process alone).
         norm_position: `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`: norm(x + f(x));
             `"res_post"`: x + norm(f(x)).
-        layer_norm_eps: Epsilon of every LayerNorm. The RMS norms have the 1e-8 of the released code.
+        layer_norm_eps: Epsilon of every LayerNorm.
+        rms_norm_eps: Epsilon of the norms `"simplermsnorm"`, `"rmsnorm"` and `"gatedrmsnorm"` outside of encoders, by
+            default that of the released code.
+        final_norm_type: Norm after the last block with `norm_position="pre"`. None for a LayerNorm, or a batch norm
+            where `norm_type` is one.
+        output_biases_only: Whether the last linear map of a mixer, and that of attention, are the only ones of a block
+            with a bias. Otherwise all of mixers and GLUs have one, and none of attention.
         scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         embedding_norm: Whether embeddings pass through a LayerNorm.
         position_embedding: `"sinusoidal"` adds absolute positions to the embeddings, from the first real token.
@@ -262,7 +280,8 @@ class TnnConfig(PreTrainedConfig):
             and a sine at each frequency.
         hyena_filter_inner_mlps: Number of its hidden layers besides its input and output projections, from 0.
         hyena_filter_freq: First factor of the arguments of its sines, which is learned for each unit.
-        num_modes: Number of complex exponentials of a `"modal"` kernel, each of two states.
+        num_modes: Number of complex exponentials of a `"modal"` kernel, each of two states, or of real ones of an
+            `"exponential"` kernel.
         modal_window: Number of first taps that a `"modal"` kernel stores exactly.
         converted_from: The `tno_type` that a `"modal"` model was converted from.
         hidden_dropout_prob: Dropout after the embeddings, each mixer and each GLU.
@@ -307,6 +326,7 @@ class TnnConfig(PreTrainedConfig):
     short_conv_kernel: int = 3
     hyena_rank: int | None = None
     hyena_norm: bool = False
+    hyena_skip: bool = False
     num_mixer_heads: int | None = None
     # Attention.
     num_attention_heads: int | None = None
@@ -332,6 +352,9 @@ class TnnConfig(PreTrainedConfig):
     norm_type: str = "simplermsnorm"
     norm_position: str = "pre"
     layer_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-8
+    final_norm_type: str | None = None
+    output_biases_only: bool = False
     # Embeddings of tokens.
     scale_embedding: bool = True
     embedding_norm: bool = False
@@ -409,6 +432,7 @@ class TnnConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         _check_names(type(self), kwargs)
+        _name_operators(self, kwargs)
         self._check_fields()
         self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
         self._derive()
@@ -420,6 +444,7 @@ class TnnConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if without_rope:
             self.rope_parameters = None
+        self._check_layers_apart()
 
     def __setattr__(self, name: str, value: Any):
         """Set a field, check it alone, and derive the fields that follow from it. `check` checks fields together."""
@@ -448,7 +473,7 @@ class TnnConfig(PreTrainedConfig):
         try:
             if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in FIXED):
                 trained = cls(**config_dict)
-                config_dict = config_dict | {name: getattr(trained, name) for name in FIXED}
+                config_dict = config_dict | {name: vars(trained)[name] for name in FIXED}
             overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
             fields = config_dict | {"max_kernel_length": None} | overrides  # no file lifts the limit
             loaded = super().from_dict(fields, **kwargs)
@@ -467,8 +492,9 @@ class TnnConfig(PreTrainedConfig):
 
     def check(self):
         """Check all fields together (a ValueError), and fix the derived ones: they no longer follow from others."""
-        self._check_fields()
-        self._check_together()
+        for config in self.layer_configs:
+            config._check_fields()
+            config._check_together()
         self._automatic = self._automatic.difference(FIXED)
         if self.rope_parameters:
             self.standardize_rope_params()  # they may have been set after the rest
@@ -476,7 +502,21 @@ class TnnConfig(PreTrainedConfig):
         others = {name: how for name, how in self.base_model_tp_plan.items() if not name.startswith("layers.")}
         plan = extensions.tensor_plan(self)
         self.base_model_tp_plan = others | plan
-        self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(OPERATORS[self.tno_type])
+        registered = [qualified_name(OPERATORS[name]) for name in self.tno_types if name not in BUILT_IN]
+        self.tno_class = ", ".join(registered) or None
+
+    @property
+    def layer_configs(self) -> list["TnnConfig"]:
+        """The configurations of the layers, one for all where they are the same."""
+        return [*self.per_layer_config] if self.is_heterogeneous else [self]
+
+    @property
+    def tno_types(self) -> list[str]:
+        """The names of the operators of all Toeplitz layers, each once."""
+        if not self.is_heterogeneous:
+            return [self.tno_type]
+        pairs = zip(self.layer_types, self.per_layer_config, strict=True)
+        return list(dict.fromkeys(config.tno_type for kind, config in pairs if kind == TOEPLITZ))
 
     @property
     def gtu_dim(self) -> int:
@@ -556,10 +596,22 @@ class TnnConfig(PreTrainedConfig):
         """Raise a ValueError if the grid of the kernels is out of proportion to the length of the model."""
         usual = min(LONGEST_GRID, max(SHORTEST_GRID, GRID_OF_LENGTH * self.axis_length))
         limit = self.max_kernel_length or usual
-        *_, grid_fields = self._operator()
-        for name in grid_fields if TOEPLITZ in self.layer_types else ():
-            allowed = f"at most {limit:,}, or max_kernel_length must be given to from_pretrained to allow more"
-            self.require(name, getattr(self, name) <= limit, allowed)
+        allowed = f"at most {limit:,}, or max_kernel_length must be given to from_pretrained to allow more"
+        for config in self.layer_configs if TOEPLITZ in self.layer_types else ():
+            for name in config._operator()[2]:
+                config.require(name, getattr(config, name) <= limit, allowed)
+
+    def _check_layers_apart(self):
+        """Check the fields of each layer, if they differ."""
+        if not self.is_heterogeneous:
+            return
+        names = [*TnnConfig.__annotations__]
+        operators = names[names.index("rpe_dim") : names.index("converted_from")]
+        if wrong := sorted(self.per_layer_attributes.difference(PER_LAYER, operators)):
+            allowed = ", ".join(sorted(PER_LAYER))
+            raise ValueError(f"`per_layer_config` must have fields of operators or {allowed}, got {', '.join(wrong)}")
+        for config in self.per_layer_config:
+            config._check_together()
 
     def require(self, name: str, holds: bool, allowed: str):
         """Raise a ValueError "`name` must be {allowed}, got {value}" on the field `name` unless `holds`."""
@@ -587,6 +639,17 @@ def _check_field(name: str, value: Any):
     holds, allowed = limit
     if not holds(value):
         raise ValueError(f"`{name}` must be {allowed}{' or None' if name in OPTIONAL else ''}, got {value!r}")
+
+
+def _name_operators(config: "TnnConfig", others: dict[str, Any]):
+    """Move names of operators in `layer_types` to `per_layer_config`, one of the `others` of a configuration."""
+    kinds, known = config.layer_types or (), DIRECTIONS | OPERATORS
+    if not any(kind in known for kind in kinds):
+        return
+    fields = {int(index): given for index, given in (others.get("per_layer_config") or {}).items()}
+    named = {index: {"tno_type": kind} | fields.get(index, {}) for index, kind in enumerate(kinds) if kind in known}
+    others["per_layer_config"] = fields | named
+    config.layer_types = [TOEPLITZ if kind in known else kind for kind in kinds]
 
 
 def _check_layers(config: "TnnConfig"):
@@ -630,6 +693,7 @@ def _check_mixer(config: "TnnConfig"):
         centred = config.causal or config.short_conv_kernel % 2 == 1
         config.require("short_conv_kernel", centred, "odd with causal=False")
         config.require("hyena_norm", not (config.hyena_norm and config.gtu_norm), "False with gtu_norm, another norm")
+    config.require("hyena_skip", not config.hyena_skip or mixer == HYENA, f"False with toeplitz_mixer={mixer!r}")
     if mixer == S4:
         whole = config.gtu_dim == config.hidden_size
         config.require("gtu_expansion", whole, "1 with toeplitz_mixer='s4', whose operator mixes the input itself")

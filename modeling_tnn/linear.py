@@ -41,20 +41,21 @@ def apply_channel_major(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y.flatten(0, -2).t().contiguous().t().view(y.shape)
 
 
-def channel_major(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def channel_major(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The product x W^T + b, `(..., L, d)` to `(..., L, D)`, channel by channel in memory."""
     columns = x.reshape(-1, x.shape[-1]).t()  # (d, N)
-    y = torch.addmm(bias[:, None], weight, columns)  # (D, N)
+    y = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)  # (D, N)
     return y.t().view(*x.shape[:-1], len(weight))
 
 
 def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """`apply(layer, x)` for each of several layers with biases; in the graph of a training step, by one product."""
+    """`apply(layer, x)` for each of several layers, with biases or without; in the graph of a step, by one product."""
     recorded = is_traced() and not is_exported() and torch.is_grad_enabled()
     if not (recorded and x.shape[-2] > 1 and all(map(is_plain_linear, layers))):
         return [apply(layer, x) for layer in layers]
     # In their own dtype: autocast converts the result, in one launch, and one its gradient. Elsewhere, the copy of the
     # weights would take longer than it saves.
-    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     product = channel_major if apply is apply_channel_major else nn.functional.linear
     return product(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)

@@ -17,7 +17,8 @@ Hyena of order 2 with a Toeplitz operator as its long filter, m = short_conv_ker
 residual connection is that of the block. (2) is the form of the RTF paper (appendix C.5.2, table 13), with GELU. W,
 S, W_r and W_o have biases, as in the released code. Hyena's skip weight is the coefficient at lag 0. If it is not
 causal, S reaches (m - 1) / 2 positions to each side. At padding, the projections are zero before S, and q * v after
-it, because the bias and the neighbours make it nonzero.
+it, because the bias and the neighbours make it nonzero. With `hyena_skip`, TNO(x) becomes TNO(x) + s * x, with a
+weight in s for each channel, where a filter serves several; with `output_biases_only`, W_o alone has a bias.
 
 The mixer of S4's blocks, in which the RTF paper measured its operator (appendix C.2.1); D = d. S4 has dropout after
 the activation too; here it is after the mixer alone.
@@ -42,7 +43,7 @@ from transformers.utils.generic import maybe_autocast
 from .configuration_tnn import GTU, HYENA, MULTIHYENA, S4
 from .inputs import first_real_token, roll
 from .linear import apply_channel_major, apply_linear, apply_together
-from .norms import NORM_TYPES, RootRMSNorm
+from .norms import RootRMSNorm, build_norm
 from .numerics import by_parts, compute_dtype, must_be_eager
 from .outer_product import OuterProduct
 from .packing import Documents
@@ -56,14 +57,15 @@ class TnnGatedToeplitzUnit(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
-        self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)
-        self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim)
+        bias = not config.output_biases_only
+        self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim, bias=bias)
         self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
         for projection in (self.u_proj, self.v_proj, self.o_proj):
             projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
         self.act = ACT2FN[config.hidden_act]
         self.tno = build_tno(config, layer_idx)
-        self.norm = NORM_TYPES[config.norm_type](config.gtu_dim) if config.gtu_norm else nn.Identity()
+        self.norm = build_norm(config, config.gtu_dim) if config.gtu_norm else nn.Identity()
 
     def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
@@ -93,7 +95,7 @@ class ShortConvolution(ToeplitzOperator):
         super().__init__(config, layer_idx)
         self.channels, self.group_size = self.filters * config.gtu_dim, 1
         self.taps = nn.Parameter(torch.empty(self.channels, config.short_conv_kernel))  # (3D, m), from the lowest lag
-        self.bias = nn.Parameter(torch.empty(self.channels))
+        self.bias = None if config.output_biases_only else nn.Parameter(torch.empty(self.channels))
         self.first = 0 if self.causal else -(config.short_conv_kernel // 2)  # the lowest lag
         self.shifts_keys = config.toeplitz_mixer == MULTIHYENA
 
@@ -101,7 +103,7 @@ class ShortConvolution(ToeplitzOperator):
         if self.shifts_keys:
             return self.start_by_shift()
         bound = self.taps.shape[1] ** -0.5  # as PyTorch initialises a depthwise convolution
-        for parameter in (self.taps, self.bias):
+        for parameter in self.parameters():
             init.uniform_(parameter, -bound, bound)
 
     def start_by_shift(self):
@@ -114,7 +116,8 @@ class ShortConvolution(ToeplitzOperator):
             start[number, :, min(lag - self.first, self.taps.shape[1] - 1)] = 1
         init.normal_(self.taps, std=0.1)
         init.copy_(self.taps, self.taps + start.flatten(0, 1))
-        init.zeros_(self.bias)
+        if self.bias is not None:
+            init.zeros_(self.bias)
 
     def kernel_length(self, exact: bool = False) -> int:
         return self.taps.shape[1] + self.first
@@ -155,9 +158,26 @@ class ShortConvolution(ToeplitzOperator):
                 raise ValueError("`past_key_values` must stay on the device for 'hyena', got an offloaded cache")
             else:
                 mixed = continue_sequence(self, context.cache.layers[self.layer_idx], v, gate)
+        if self.bias is None:
+            return mixed
         bias = self.bias.to(mixed.dtype)
         # In place: gigabytes for a long read.
         return mixed + bias if torch.is_grad_enabled() or must_be_eager() else mixed.add_(bias)
+
+
+class SkipWeight(nn.Module):
+    """A weight s for each channel."""
+
+    channel_parameters = {"weight": 1}  # as an operator, for `parallel/`
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.channels = channels
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """s * x, `(B, L, D)` to `(B, L, D)`."""
+        return self.weight.to(x.dtype) * x
 
 
 class TnnHyena(nn.Module):
@@ -165,13 +185,14 @@ class TnnHyena(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
-        rank = config.hyena_rank
-        self.in_proj = nn.Linear(config.hidden_size, 3 * config.gtu_dim)
+        rank, bias = config.hyena_rank, not config.output_biases_only
+        self.in_proj = nn.Linear(config.hidden_size, 3 * config.gtu_dim, bias=bias)
         self.short = ShortConvolution(config, layer_idx)
         self.tno = build_tno(config, layer_idx)
-        self.norm = NORM_TYPES[config.norm_type](config.gtu_dim) if config.gtu_norm else nn.Identity()
+        self.norm = build_norm(config, config.gtu_dim) if config.gtu_norm else nn.Identity()
         self.norm = RootRMSNorm(config.gtu_dim) if config.hyena_norm else self.norm
-        self.low_rank = None if rank is None else nn.Linear(config.gtu_dim, rank)
+        self.skip = SkipWeight(config.gtu_dim) if config.hyena_skip else None
+        self.low_rank = None if rank is None else nn.Linear(config.gtu_dim, rank, bias=bias)
         self.act = None if rank is None else ACT2FN[config.hidden_act]
         self.o_proj = nn.Linear(rank or config.gtu_dim, config.hidden_size)
         for projection in (self.in_proj, self.low_rank, self.o_proj):
@@ -191,7 +212,9 @@ class TnnHyena(nn.Module):
     def mix(self, filtered: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """The gated product with the long filter, `(B, L, 3D)` to `(B, L, D)`."""
         p, q, v = filtered.chunk(3, dim=-1)  # (B, L, D) each
-        return p * mix_tokens(self.tno, q * v, Gate(mask=context.mask), context)
+        x = q * v
+        mixed = mix_tokens(self.tno, x, Gate(mask=context.mask), context)
+        return p * (mixed if self.skip is None else mixed + self.skip(x))
 
 
 class TnnMultiHyena(TnnHyena):

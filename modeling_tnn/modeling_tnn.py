@@ -65,8 +65,8 @@ from .inputs import (
     take_options,
 )
 from .linear import apply_linear, apply_together
-from .mixers import TOEPLITZ_MIXERS
-from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
+from .mixers import TOEPLITZ_MIXERS, SkipWeight
+from .norms import NORM_POSITIONS, LayerNorm, SimpleRMSNorm, build_final_norm, build_norm, with_mask
 from .numerics import by_parts, parameter_dtype
 from .packing import Documents, documents_of, positions_of
 from .position_encoder import CastingLinear, sinusoidal_embedding
@@ -84,10 +84,11 @@ class TnnGatedLinearUnit(nn.Module):
 
     def __init__(self, config: TnnConfig):
         super().__init__()
-        gated = config.mlp_act is None
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size) if gated else None
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        gated, bias = config.mlp_act is None, not config.output_biases_only
+        sizes = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(*sizes, bias=bias) if gated else None
+        self.up_proj = nn.Linear(*sizes, bias=bias)
+        self.down_proj = nn.Linear(*reversed(sizes), bias=bias)
         self.act = ACT2FN[config.hidden_act if gated else config.mlp_act]
         self.implementation, self.width = config.tno_implementation, config.intermediate_size
 
@@ -113,13 +114,14 @@ class TnnBlock(GradientCheckpointingLayer):
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
         self.mixer = self.attention = None
-        norm = NORM_TYPES[config.norm_type](config.hidden_size)
+        own = config.per_layer_config[layer_idx]
+        norm = build_norm(config, config.hidden_size)
         if config.layer_types[layer_idx] == TOEPLITZ:
-            self.mixer_norm, self.mixer = norm, TOEPLITZ_MIXERS[config.toeplitz_mixer](config, layer_idx)
+            self.mixer_norm, self.mixer = norm, TOEPLITZ_MIXERS[config.toeplitz_mixer](own, layer_idx)
         else:
             self.attention_norm, self.attention = norm, TnnAttention(config, layer_idx)
-        self.glu_norm = NORM_TYPES[config.norm_type](config.hidden_size)
-        self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
+        self.glu_norm = build_norm(config, config.hidden_size)
+        self.glu = TnnGatedLinearUnit(own) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
 
@@ -166,7 +168,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         if config.input_channels is not None and self.main_input_name == "input_ids":
             self.main_input_name, self._input_embed_layer = "input_values", "embed_values"
-        exact = OPERATORS[config.tno_type].fp32_parameters
+        exact = sorted({name for kind in config.tno_types for name in OPERATORS[kind].fp32_parameters})
         if TOEPLITZ not in config.layer_types:  # there is no operator
             self._keep_in_fp32_modules = []
         elif exact:  # in bfloat16 too
@@ -212,8 +214,8 @@ class TnnPreTrainedModel(PreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         if self.config.initializer == "normal_gtu" and getattr(module, "is_gtu_projection", False):
-            init.normal_(module.weight, std=self.config.initializer_range)
-            init.normal_(module.bias, std=self.config.initializer_range)
+            for parameter in module.parameters():
+                init.normal_(parameter, std=self.config.initializer_range)
         elif self.config.initializer == "normal" and getattr(module, "maps_zeros", False):
             init.normal_(module.bias, std=self.config.initializer_range)
         elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d, CastingLinear)):
@@ -222,7 +224,7 @@ class TnnPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.config.hidden_size ** EMBEDDING_POWERS[self.config.initializer])
         if module is getattr(self, "lm_head", None) and module.bias is not None:
             init.zeros_(module.bias)
-        if isinstance(module, SimpleRMSNorm):
+        if isinstance(module, SimpleRMSNorm | SkipWeight):
             for scale in module.parameters():
                 init.ones_(scale)
         if isinstance(module, ToeplitzOperator):
@@ -976,7 +978,7 @@ class TnnForImageClassification(TnnPreTrainedClassifier):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = TnnImageModel(config)
-        self.norm = NORM_TYPES[config.norm_type](config.hidden_size)
+        self.norm = build_norm(config, config.hidden_size)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

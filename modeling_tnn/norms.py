@@ -7,8 +7,8 @@
     layernorm       the ordinary affine LayerNorm
     batchnorm       the ordinary affine BatchNorm over all real tokens of a batch
 
-eps is 1e-8 outside the root in the RMS norms and 1e-5 inside the root in the others. All norms compute in float32 or
-float64, for inputs and parameters of any dtype, and return the dtype of the input.
+eps is `rms_norm_eps` outside the root in the RMS norms, 1e-8 in encoders, and 1e-5 inside the root in the others. All
+norms compute in float32 or float64, for inputs and parameters of any dtype, and return the dtype of the input.
 
 A row below eps, such as one of zeros, has no direction. Its derivative by the formula is up to 1 / eps = 1e8 in each
 of the RMS norms, and their product overflows. Such a row gets the gradient of the identity instead.
@@ -56,7 +56,7 @@ class RowNormalization(torch.autograd.Function):
 
 
 class SimpleRMSNorm(nn.Module):
-    """The RMS norm x / (rms(x) + 1e-8), without parameters."""
+    """The RMS norm x / (rms(x) + eps), without parameters."""
 
     eps = 1e-8
 
@@ -194,11 +194,21 @@ NORM_TYPES = {
 }
 
 
+def build_norm(config: PreTrainedConfig, width: int, norm_type: str | None = None) -> nn.Module:
+    """The norm of this type, by default `config.norm_type`, with the eps of the configuration if it is an RMS norm."""
+    norm = NORM_TYPES[norm_type or config.norm_type](width)
+    if isinstance(norm, SimpleRMSNorm) and not isinstance(norm, RootRMSNorm):
+        norm.eps = config.rms_norm_eps
+    return norm
+
+
 def build_final_norm(config: PreTrainedConfig) -> nn.Module:
     """The norm after the last block of a pre-norm model; else an identity."""
     if config.norm_position != "pre":
         return nn.Identity()
-    by_batch = config.norm_type == "batchnorm"
+    if config.final_norm_type not in (None, "layernorm"):
+        return build_norm(config, config.hidden_size, config.final_norm_type)
+    by_batch = config.norm_type == "batchnorm" and config.final_norm_type is None
     return BatchNorm(config.hidden_size) if by_batch else LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 

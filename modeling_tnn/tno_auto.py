@@ -16,6 +16,7 @@ import torch
 from .configuration_tnn import BUILT_IN, OPERATORS, qualified_name, require_operator
 from .numerics import compute_dtype
 from .tno import LayerContext, ToeplitzOperator
+from .tno_exponential import ExponentialOperator
 from .tno_fd import FdOperator
 from .tno_hyena import HyenaOperator
 from .tno_modal import ModalOperator
@@ -72,6 +73,7 @@ def image_side(length: int) -> int:
 
 OPERATORS.update(rpe=RpeOperator, explicit=ExplicitOperator, fd=FdOperator, ski=SkiOperator)
 OPERATORS.update(rtf=RtfOperator, s4d=S4dOperator, modal=ModalOperator, hyena=HyenaOperator)
+OPERATORS.update(exponential=ExponentialOperator)
 
 
 def register_operator(name: str, cls: type[ToeplitzOperator]):

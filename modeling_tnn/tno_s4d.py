@@ -185,9 +185,9 @@ class DiagonalRecurrence(ModalRecurrence):
     @cached_property
     def _table(self) -> torch.Tensor:
         """The powers lambda^0 .. lambda^H, real parts before imaginary ones, `(D, H + 1, 2Q)`."""
-        direct = self.operator.direct
-        powers = self.operator.modes()[0].powers(torch.arange(self.horizon + 1, device=direct.device))
-        return torch.cat(powers, dim=-1).to(compute_dtype(direct.dtype))
+        like = next(self.operator.parameters())
+        powers = self.operator.modes()[0].powers(torch.arange(self.horizon + 1, device=like.device))
+        return torch.cat(powers, dim=-1).to(compute_dtype(like.dtype))
 
     def _powers_of_piece(self, x: torch.Tensor) -> None:
         return None
@@ -222,12 +222,56 @@ def complex_of(parts: torch.Tensor) -> torch.Tensor:
     return torch.complex(*parts.chunk(2, dim=-1))
 
 
-class S4dOperator(ToeplitzOperator):
+class DiagonalOperator(ToeplitzOperator):
+    """An operator with sums of exponentials, `num_modes` of each filter, as kernels. A variant defines `modes`."""
+
+    is_recurrence = True
+    window = 1  # of `ModalRecurrence`: the tap at lag 0, which has d, is apart from the modes
+    direct: nn.Parameter | None  # d, `(D,)`
+    num_modes: int
+
+    def modes(self) -> tuple[Poles, Pair]:
+        """The poles and the weights w of all filters, `(D, Q)` or `(2D, Q)` each, in float64."""
+        raise NotImplementedError
+
+    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
+        """The powers lambda_q^n for the exponents `(M,)`, complex `(D, Q, M)`, in float64."""
+        return torch.complex(*self.modes()[0].powers(exponents)).mT
+
+    def complex_residues(self, age: int = 0) -> torch.Tensor:
+        """The weights w lambda^(age + 1) of a memory in the output of this age, see (5), complex `(D, Q)`."""
+        poles, weights = self.modes()
+        power = poles.powers(torch.tensor([age + 1], device=poles.rate.device))  # (D, 1, Q)
+        return torch.complex(*weights.times(Pair(*(part[:, 0] for part in power))))
+
+    def slowest_rate(self) -> torch.Tensor:
+        """The smallest -log|lambda_q| of all modes, `()`, not below 0."""
+        return self.modes()[0].rate.min().clamp(min=0)
+
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        (poles, weights), like = self.modes(), next(self.parameters())
+        product = VandermondeProduct.apply if is_fused(self.implementation) else vandermonde_product
+        kernel = product(*weights, *poles, length, compute_dtype(like.dtype))  # (D, L) or (2D, L)
+        kernel = kernel.to(device or like.device)
+        filters = len(kernel) // (1 if self.causal else 2)  # D, or those of several layers
+        positive = kernel[:filters]  # (D, L)
+        if self.direct is not None:
+            # Not a slice of the other taps: L - 1 of them may be 1, which torch.export would rule out.
+            first = (torch.arange(length, device=kernel.device) == 0).to(kernel.dtype)  # (L,)
+            positive = positive + self.direct.to(kernel)[:, None] * first
+        if self.causal:
+            return positive
+        return torch.cat([kernel[filters:].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
+
+    def recurrence(self) -> DiagonalRecurrence:
+        require_causal(self)
+        return DiagonalRecurrence(self)
+
+
+class S4dOperator(DiagonalOperator):
     """The operator of diagonal state-space models, equation (2)."""
 
     fp32_parameters = ("log_real", "imag", "log_step")  # in bfloat16 phases are wrong after a few lags
-    is_recurrence = True
-    window = 1  # of `ModalRecurrence`: the tap at lag 0, which has d, is apart from the modes
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -271,33 +315,3 @@ class S4dOperator(ToeplitzOperator):
         poles, gain = DISCRETIZATIONS[self.discretization](alpha, self.log_step.to(dtype).exp()[:, None])
         real, imag = (2 * self.weights.to(dtype)).unbind(-1)
         return poles, Pair(real, imag).times(gain)
-
-    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
-        """The powers lambda_q^n for the exponents `(M,)`, complex `(D, Q, M)`, in float64."""
-        return torch.complex(*self.modes()[0].powers(exponents)).mT
-
-    def complex_residues(self, age: int = 0) -> torch.Tensor:
-        """The weights w lambda^(age + 1) of a memory in the output of this age, see (5), complex `(D, Q)`."""
-        poles, weights = self.modes()
-        power = poles.powers(torch.tensor([age + 1], device=poles.rate.device))  # (D, 1, Q)
-        return torch.complex(*weights.times(Pair(*(part[:, 0] for part in power))))
-
-    def slowest_rate(self) -> torch.Tensor:
-        """The smallest -log|lambda_q| of all modes, `()`."""
-        return self.modes()[0].rate.min()
-
-    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        (poles, weights), dtype = self.modes(), compute_dtype(self.direct.dtype)
-        product = VandermondeProduct.apply if is_fused(self.implementation) else vandermonde_product
-        kernel = product(*weights, *poles, length, dtype).to(device or self.direct.device)  # (D, L) or (2D, L)
-        # Not a slice of the other taps: L - 1 of them may be 1, which torch.export would rule out.
-        first = (torch.arange(length, device=kernel.device) == 0).to(kernel.dtype)  # (L,)
-        filters = len(self.direct)  # D, or those of several layers
-        positive = kernel[:filters] + self.direct.to(kernel)[:, None] * first  # (D, L)
-        if self.causal:
-            return positive
-        return torch.cat([kernel[filters:].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
-
-    def recurrence(self) -> DiagonalRecurrence:
-        require_causal(self)
-        return DiagonalRecurrence(self)

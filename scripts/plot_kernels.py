@@ -80,14 +80,14 @@ def embed(file: Path) -> str:
 def describe(config, length: int, rows: list[dict]) -> str:
     side = "causal" if config.causal else "bidirectional"
     lines = [
-        f"tno_type={config.tno_type}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} channels each; "
-        f"kernels drawn at {length} positions (trained at {config.axis_length}).",
+        f"tno_type={', '.join(config.tno_types)}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} "
+        f"channels each; kernels drawn at {length} positions (trained at {config.axis_length}).",
         "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel, at all "
         "lags, drawn or not.",
     ]
     if any(row["lower_bounds"] for row in rows):
         lines.append(f"{BOUND}marks lower bounds: such kernels go on after 32,768 positions.")
-    if config.tno_type == "ski":
+    if "ski" in config.tno_types:
         lines.append("The low-rank part of ski is shown by the kernel that it interpolates.")
     return " ".join(lines)
 
@@ -130,7 +130,8 @@ def run(args: argparse.Namespace):
             with saving_errors(path, path):
                 figure.savefig(path, dpi=args.dpi)
     write_text(args.output_dir / "index.html", page(title, describe(model.config, length, rows), rows, pictures))
-    content = {"model": args.model_name_or_path, "tno_type": model.config.tno_type, "length": length, "layers": rows}
+    content = {"model": args.model_name_or_path, "tno_type": ", ".join(model.config.tno_types)}
+    content |= {"length": length, "layers": rows}
     write_json(args.output_dir / "kernels.json", content)
     for row in rows:
         horizon = f"{'>= ' if 'horizon_median' in row['lower_bounds'] else ''}{row['horizon_median']:.0f}"

@@ -98,8 +98,8 @@ def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
     converted, layers = convert(model, args)
     result = {
         "model": name,
-        "converted_from": model.config.tno_type,
-        "modes": converted.config.num_modes if converted.config.tno_type == "modal" else None,
+        "converted_from": model.config.tno_types[0],
+        "modes": converted.config.num_modes if converted.config.tno_types == ["modal"] else None,
         "seconds": time.perf_counter() - start,
         "fit": getattr(args, "fit", "direct"),
         "steps": getattr(args, "steps", None),

@@ -106,12 +106,13 @@ class DecodingStep(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         config = model.config
-        config.require("tno_type", config.tno_type in STEPS, f"one of {', '.join(STEPS)} for one step")
+        if len(config.tno_types) > 1 or config.tno_types[0] not in STEPS:
+            raise ValueError(f"`tno_type` must be one of {', '.join(STEPS)} for one step, got {config.tno_types}")
         config.require("layer_types", {*config.layer_types} == {TOEPLITZ}, f"{TOEPLITZ!r} in all layers for one step")
         config.require("toeplitz_mixer", config.toeplitz_mixer in (GTU, S4), "'gtu' or 's4' for one step")
         config.require("position_embedding", config.position_embedding is None, "None for one step")
         self.model = model.eval()
-        self.steps = nn.ModuleList(STEPS[config.tno_type](layer.mixer.tno) for layer in model.model.layers)
+        self.steps = nn.ModuleList(STEPS[config.tno_types[0]](layer.mixer.tno) for layer in model.model.layers)
 
     def empty(self, rows: int) -> States:
         """The states before the first token of `rows` sequences: for each layer the tensors of the table above."""

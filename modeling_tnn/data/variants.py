@@ -145,8 +145,8 @@ def longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float
     config, most = model.config, math.inf
     if config.model_type != "tnn":
         most = getattr(config, "max_position_embeddings", None) or math.inf
-    elif config.tno_type == "hyena":
-        most = config.hyena_filter_length
+    elif "hyena" in config.tno_types:
+        most = min(layer.hyena_filter_length for layer in config.layer_configs if layer.tno_type == "hyena")
     return most - (tokenizer.num_special_tokens_to_add() if "MaskedLM" in type(model).__name__ else 0)
 
 

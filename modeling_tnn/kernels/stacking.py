@@ -21,7 +21,7 @@ from ..numerics import is_fused, is_on_host, is_plain, is_traced, must_be_eager
 from ..tno import LayerContext, ToeplitzOperator, kernel_arguments
 from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
-from ..tno_s4d import S4dOperator
+from ..tno_s4d import DiagonalOperator
 from .loss import projected_dtype
 
 # Modules of PyTorch and transformers that define activations and their containers.
@@ -76,7 +76,7 @@ def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor)
     if isinstance(first, TwoAxisOperator):
         axes, line = ([one.rows for one in operators], [one.columns for one in operators]), v[:, : isqrt(v.shape[1])]
         return list(zip(*(kernels_of_operators(axis, line) for axis in axes), strict=True))
-    if isinstance(first, (RtfOperator, S4dOperator)):
+    if isinstance(first, (RtfOperator, DiagonalOperator)):
         # One operator with all filters: its fused function saves only its inputs, which `vmap` would not.
         kernels = joined(operators, first.channel_parameters).kernel_of(v.shape[1], v.device)
         return list(kernels.unflatten(0, (len(operators), -1)).unbind())

@@ -16,7 +16,7 @@ from ..data.dna import dna_tokenizer
 from ..modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from ..norms import NORM_TYPES
 from ..tools.sequence_pairs import TnnForSequencePairClassification
-from . import hyenadna
+from . import evo2, hyenadna
 from .names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts
 
 HEADS = {
@@ -371,4 +371,10 @@ ARCHITECTURES = {
         sizes=hyenadna.sizes,
         tokenizer=dna_tokenizer,
     ),
+    **{
+        name: Architecture(
+            evo2.fields, "causal-lm", options, evo2.NAMES, evo2.check, evo2.prepare, evo2.sizes, evo2.byte_tokenizer
+        )
+        for name, options in evo2.RELEASED.items()
+    },
 }

@@ -21,7 +21,7 @@ HEAD_MODULES |= dict.fromkeys(("sequence-classification", "sequence-pair-classif
 ALL_HEADS = ("transform.", "lm_head.", "classifier.")
 EMBEDDING = "embed_tokens.weight"
 LEFT_OUT = {
-    BOOKKEEPING: "a version number of fairseq",
+    BOOKKEEPING: "a version number, bytes of an FP8 library, or rotary frequencies",
     r"tno\.decay_logit$": "a fixed decay is a field of the configuration",
     r"^lm_head\.weight$": "tied to the input embedding",
     r"^embed_tokens\.bias$": "added to each row of the embedding",
@@ -29,6 +29,13 @@ LEFT_OUT = {
     "": "part of another head (option head)",
 }
 
+
+# Ends of the names of tensors that are several parameters here, and the ends of these.
+PARTS = {
+    ".ab": (".denominator", ".numerator"),
+    ".qkv.weight": (".q_proj.weight", ".k_proj.weight", ".v_proj.weight"),
+    "mixer_norm.weight": ("mixer_norm.weight", "attention_norm.weight"),
+}
 
 # The files that a folder of the Hub may have, the safest first.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "weights.ckpt")
@@ -159,7 +166,7 @@ def arrange_operators(tensors: dict, config: TnnConfig, num_heads: int):
         stem = name.removesuffix("ab")
         parts = split_rational(tensors.pop(name), len(tensors[f"{stem}direct"]))
         tensors[f"{stem}denominator"], tensors[f"{stem}numerator"] = parts
-    if config.tno_type == "fd" and not config.causal:
+    if config.tno_types == ["fd"] and not config.causal:
         for name in [name for name in tensors if ".tno.rpe.out.linear." in name]:
             tensors[name] = heads_together(tensors[name], num_heads)
 
@@ -178,7 +185,7 @@ def warnings_of(config: TnnConfig) -> list[str]:
         f"fades after two or three tokens; the option published_ski takes the published one instead."
     )
     found = {"fd": fd, "ski": published if config.ski_interpolation == "linear" else ski}
-    return [found[config.tno_type]] if config.tno_type in found else []
+    return [found[name] for name in config.tno_types if name in found]
 
 
 def name_in_model(name: str, head: str) -> str:
@@ -186,13 +193,16 @@ def name_in_model(name: str, head: str) -> str:
     return name if head == "base" or name.startswith(ALL_HEADS) else f"model.{name}"
 
 
+def parts_of(name: str, end: str, ours: tuple[str, ...]) -> list[str]:
+    return [name.removesuffix(end) + one for one in ours]
+
+
 def destinations(tensors: dict, official_names: dict, converted: dict, head: str) -> dict[str, str]:
     """For each official tensor its name in the model, or why it has none."""
     names, went = {official: name for name, official in official_names.items()}, {}
     for official in tensors:
         name = names.get(official, official)
-        stem = name.removesuffix("ab")
-        parts = [f"{stem}denominator", f"{stem}numerator"] if name.endswith(".ab") else [name]
+        parts = next((parts_of(name, end, ours) for end, ours in PARTS.items() if name.endswith(end)), [name])
         reason = next(why for pattern, why in LEFT_OUT.items() if re.search(pattern, name))
         became = ", ".join(name_in_model(part, head) for part in parts if part in converted)
         went[official] = became or f"left out: {reason}"

@@ -91,8 +91,8 @@ REFUSED = {
     r"\.filter_fn\.(implicit_filter|pos_emb|modulation)\.": "filter_cls other than 'rtf'",
     r"\.ord_proj_w$": "post_order_ffn",
 }
-# Buffers of fairseq with the version of its format.
-BOOKKEEPING = re.compile(r"(^|\.)(version|_float_tensor)$")
+# Buffers that hold nothing of a model: versions of fairseq's format, bytes of an FP8 library, rotary frequencies.
+BOOKKEEPING = re.compile(r"(^|\.)(version|_float_tensor|_extra_state|inv_freq)$")
 
 
 def our_name(official: str, names: Sequence[tuple[str, str]] = RENAMED) -> str:

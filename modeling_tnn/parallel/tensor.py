@@ -46,9 +46,10 @@ def tensor_plan(config) -> dict[str, str]:
     """Return the plan of a model with this configuration."""
     mixer = MIXERS[config.toeplitz_mixer] if TOEPLITZ in config.layer_types else None
     adds = "low_rank" if config.toeplitz_mixer in (HYENA, MULTIHYENA) and config.hyena_rank else "o_proj"
+    skips = any(layer.hyena_skip for layer in config.layer_configs)
     parts = {
         "attention": ATTENTION if {*config.layer_types} - {TOEPLITZ} else {},
-        "mixer": mixer | {adds: "rowwise"} if mixer else {},
+        "mixer": mixer | {adds: "rowwise"} | ({"skip": "tnn_operator"} if skips else {}) if mixer else {},
         "glu": GLU if config.use_glu else {},
     }
     return {f"layers.*.{part}.{name}": style for part, styles in parts.items() for name, style in styles.items()}

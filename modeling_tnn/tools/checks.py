@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
 
 # Arguments of `from_pretrained` that say where files are.
@@ -118,9 +119,12 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     if (saved := find(CONFIG_NAME)) is not None:
         trained, _ = PreTrainedConfig.get_config_dict(Path(saved).parent)
         # The weights of two operators may have the same names and shapes.
-        if config.tno_type != (tno_type := trained.get("tno_type", config_class.tno_type)):
+        own = {int(index): given for index, given in (trained.get("per_layer_config") or {}).items()}
+        base, kinds = trained.get("tno_type", config_class.tno_type), enumerate(config.layer_types)
+        saved = dict.fromkeys(own.get(i, {}).get("tno_type", base) for i, kind in kinds if kind == TOEPLITZ)
+        if saved and {*saved} != {*config.tno_types}:
             raise CheckpointMismatchError(
-                f"`tno_type` must be {tno_type!r} for these weights, got {config.tno_type!r}"
+                f"`tno_type` must be {', '.join(saved)!r} for these weights, got {', '.join(config.tno_types)!r}"
             )
     # The names of the body may have a prefix in both.
     prefix = f"{model_class.base_model_prefix}."

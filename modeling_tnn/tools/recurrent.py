@@ -259,9 +259,11 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
         raise ValueError("`causal` must be True for to_recurrent (only a causal model decodes), got False")
     operators = [layer.mixer.tno for layer in model.base_model.layers if layer.mixer is not None]
     if all(operator.is_recurrence for operator in operators):
-        reason = f"tno_type={config.tno_type!r} is a recurrence already" if operators else "no layer has a kernel"
+        reason = f"tno_type={config.tno_types[0]!r} is a recurrence already" if operators else "no layer has a kernel"
         logger.warning(f"to_recurrent returns the model as it is, with an empty report: {reason}.")
         return model, []
+    if config.is_heterogeneous:
+        raise ValueError("`per_layer_config` must be None for to_recurrent, got layers that differ")
     for name, value in {"order": order, "window": window}.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")

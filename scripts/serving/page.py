@@ -133,7 +133,8 @@ def draw_kernels(model: PreTrainedModel, folder: Path) -> list[tuple[str, str]]:
 
 def describe(model: PreTrainedModel) -> str:
     config = model.config
-    size = f"{config.num_hidden_layers} layers, {model.num_parameters():,} parameters, tno_type={config.tno_type}"
+    operators = ", ".join(config.tno_types)
+    size = f"{config.num_hidden_layers} layers, {model.num_parameters():,} parameters, tno_type={operators}"
     return f"A Toeplitz neural network ({size}) continues your text. It runs on {model.device.type}."
 
 

@@ -122,7 +122,7 @@ def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
     A cache keeps the end of a prompt for `crop` until its free places are filled: so many tokens are decoded first.
     """
     rows, config, contexts = [], model.config, (length, 8 * length)
-    if config.tno_type == "hyena" and config.hyena_filter_beyond == "error":
+    if config.tno_types == ["hyena"] and config.hyena_filter_beyond == "error":
         contexts = (max(1, config.hyena_filter_length - ROOM - 1),)
     for context in contexts:
         embeds = torch.zeros(1, context, config.hidden_size, dtype=model.dtype, device=model.device)

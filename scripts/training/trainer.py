@@ -160,7 +160,7 @@ def train_classifier(
         dry_run(trainer)
     train(trainer, labels["train"], **compared or {})
     save(trainer, vars(args), Path(trainer.args.output_dir))  # before the evaluations, which may run out of memory
-    model = "transformer" if args.transformer else trainer.model.config.tno_type
+    model = "transformer" if args.transformer else "-".join(trainer.model.config.tno_types)
     results = {"task": task, "model": model, "config": args.config_name, "config_overrides": args.config_overrides}
     results |= about | describe(trainer)
     written = []
