@@ -432,7 +432,7 @@ class TnnConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         _check_names(type(self), kwargs)
-        _name_operators(self, kwargs)
+        _take_layer_fields(self, kwargs)
         self._check_fields()
         self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
         self._derive()
@@ -444,7 +444,8 @@ class TnnConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if without_rope:
             self.rope_parameters = None
-        self._check_layers_apart()
+        for config in self.layer_configs if self.is_heterogeneous else ():
+            config._check_together()
 
     def __setattr__(self, name: str, value: Any):
         """Set a field, check it alone, and derive the fields that follow from it. `check` checks fields together."""
@@ -601,18 +602,6 @@ class TnnConfig(PreTrainedConfig):
             for name in config._operator()[2]:
                 config.require(name, getattr(config, name) <= limit, allowed)
 
-    def _check_layers_apart(self):
-        """Check the fields of each layer, if they differ."""
-        if not self.is_heterogeneous:
-            return
-        names = [*TnnConfig.__annotations__]
-        operators = names[names.index("rpe_dim") : names.index("converted_from")]
-        if wrong := sorted(self.per_layer_attributes.difference(PER_LAYER, operators)):
-            allowed = ", ".join(sorted(PER_LAYER))
-            raise ValueError(f"`per_layer_config` must have fields of operators or {allowed}, got {', '.join(wrong)}")
-        for config in self.per_layer_config:
-            config._check_together()
-
     def require(self, name: str, holds: bool, allowed: str):
         """Raise a ValueError "`name` must be {allowed}, got {value}" on the field `name` unless `holds`."""
         if not holds:
@@ -641,15 +630,20 @@ def _check_field(name: str, value: Any):
         raise ValueError(f"`{name}` must be {allowed}{' or None' if name in OPTIONAL else ''}, got {value!r}")
 
 
-def _name_operators(config: "TnnConfig", others: dict[str, Any]):
-    """Move names of operators in `layer_types` to `per_layer_config`, one of the `others` of a configuration."""
-    kinds, known = config.layer_types or (), DIRECTIONS | OPERATORS
-    if not any(kind in known for kind in kinds):
-        return
-    fields = {int(index): given for index, given in (others.get("per_layer_config") or {}).items()}
-    named = {index: {"tno_type": kind} | fields.get(index, {}) for index, kind in enumerate(kinds) if kind in known}
-    others["per_layer_config"] = fields | named
-    config.layer_types = [TOEPLITZ if kind in known else kind for kind in kinds]
+def _take_layer_fields(config: "TnnConfig", others: dict[str, Any]):
+    """Check the names in `per_layer_config`, of the `others`, and move names of operators from `layer_types` to it."""
+    fields = {int(index): {**given} for index, given in (others.get("per_layer_config") or {}).items()}
+    known, names = DIRECTIONS | OPERATORS, [*TnnConfig.__annotations__]
+    allowed = PER_LAYER.union(names[names.index("rpe_dim") : names.index("converted_from")])
+    if wrong := sorted(set().union(*fields.values()) - allowed):
+        own = ", ".join(sorted(PER_LAYER))
+        raise ValueError(f"`per_layer_config` must have fields of operators or {own}, got {', '.join(wrong)}")
+    for index, kind in enumerate(config.layer_types or ()):
+        if kind in known:
+            fields[index] = {"tno_type": kind} | fields.get(index, {})
+    config.layer_types = config.layer_types and [TOEPLITZ if kind in known else kind for kind in config.layer_types]
+    if fields:
+        others["per_layer_config"] = fields
 
 
 def _check_layers(config: "TnnConfig"):

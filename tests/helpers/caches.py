@@ -41,6 +41,7 @@ MODELS = {
     "hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"],
     "sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
     "attention": HYBRIDS["attention"],
+    "layers": HYBRIDS["layers"],
 }
 TEXT = torch.randint(2, 99, (2, 160), generator=torch.Generator().manual_seed(0))
 

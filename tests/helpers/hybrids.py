@@ -15,6 +15,22 @@ HYBRIDS = {
         "rope_parameters": ROPE,
         **HEADS,
     },
+    # Layers of different operators, as in Evo 2.
+    "layers": {
+        "layer_types": ["explicit", "full_attention", "exponential"],
+        "per_layer_config": {
+            0: {"explicit_length": 5, "num_filter_groups": 8, "hyena_skip": True, "hidden_act": "gelu"}
+        },
+        "num_hidden_layers": 3,
+        "toeplitz_mixer": "hyena",
+        "hidden_act": "linear",
+        "norm_type": "rmsnorm",
+        "final_norm_type": "rmsnorm",
+        "rms_norm_eps": 1e-6,
+        "output_biases_only": True,
+        "rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0},
+        **HEADS,
+    },
 }
 DIRECTIONS = (True, False)
 
@@ -42,8 +58,11 @@ def attention_by_definition(attention, x: torch.Tensor, real: torch.Tensor) -> t
             shared = head * config.num_key_value_heads // config.num_attention_heads
             query, key = q[:, head], k[:, shared]
             if config.rope_parameters is not None:
-                theta = config.rope_parameters["rope_theta"]
-                query, key = rotated(query, position, theta), rotated(key, position, theta)
+                theta, scaled = (
+                    config.rope_parameters["rope_theta"],
+                    position / config.rope_parameters.get("factor", 1),
+                )
+                query, key = rotated(query, scaled, theta), rotated(key, scaled, theta)
             for i in range(len(inputs)):
                 seen = [j for j in range(len(inputs)) if mask[j] and sees(attention, i, j)]
                 if seen:

@@ -32,9 +32,11 @@ def random_operator(tno_type: str, causal: bool, **fields):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         operator.reset_parameters()
-        for parameter in operator.parameters():
+        for name, parameter in operator.named_parameters():
             scale = 0.1 if operator.is_recurrence else 0.5
             parameter.copy_(scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            if name == "log_poles":  # positive ones grow
+                parameter.abs_().neg_()
     return operator
 
 

@@ -37,6 +37,8 @@ SLOW |= {
 SLOW |= {"hyena norm": ("hyena", False, {"toeplitz_mixer": "hyena", "hyena_norm": True})}
 # The heads are divided too.
 SLOW |= {"hybrid": ("rpe", True, HYBRIDS["full"] | {"num_key_value_heads": 4})}
+LAYERS = HYBRIDS["layers"] | {"num_key_value_heads": 4}
+SLOW |= {"layers": ("rpe", True, LAYERS)}
 SLOW |= {f"gtu_norm {norm}": ("rpe", True, {"gtu_norm": True, "norm_type": norm}) for norm in NORMS}
 # Widths that two and four processes do not divide: transformers 5.17 refuses them.
 UNEVEN = {"gtu_expansion": 1.72, "intermediate_size": 39, "vocab_size": 99}

@@ -53,7 +53,8 @@ EVERY = [
     for head in (TnnForCausalLM if causal else TnnForMaskedLM, TnnForSequenceClassification)
 ]
 EVERY += [(TnnForTokenClassification, "rpe", False), (TnnForQuestionAnswering, "rtf", True),
-          (TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "ski", False, MIXED["s4"])]  # fmt: skip
+          (TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "ski", False, MIXED["s4"]),
+          (TnnForCausalLM, "rpe", True, HYBRIDS["layers"])]  # fmt: skip
 PROMPT, OPTIONS = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
 
 # What every script below runs under: an environment in which the package does not exist.

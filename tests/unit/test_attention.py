@@ -62,6 +62,12 @@ class TestAttentionAlone(HybridTests):
     fields = HYBRIDS["attention"]
 
 
+class TestLayers(HybridTests):
+    """Layers of different operators, with a norm, biases and an activation of their own."""
+
+    fields = HYBRIDS["layers"]
+
+
 class TestEager(HybridTests):
     """Its softmax is computed in float32: `test_products_agree` has the padding."""
 

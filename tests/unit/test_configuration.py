@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 import modeling_tnn
 from helpers.hybrids import HYBRIDS, hybrid_config
 from helpers.models import VARIANTS, relative_error, seeded, slow, tiny_config
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel, list_presets, load_preset
+from modeling_tnn import DecodingStep, TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel, list_presets, load_preset
 from modeling_tnn.configuration_tnn import DERIVED
 from modeling_tnn.presets import configuration_folder, preset_folders
 from tnn_programs.cli.training_arguments import read_presets
@@ -82,7 +82,11 @@ SKI = {"tno_type": "ski", "causal": False}
 RTF = {"tno_type": "rtf"}
 # The field in the error, whose value it names at the end; what is allowed; and the fields.
 REFUSED = [
-    ("tno_type", "one of 'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit', 'hyena'", {"tno_type": "dct"}),
+    (
+        "tno_type",
+        "one of 'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit', 'hyena', 'exponential'",
+        {"tno_type": "dct"},
+    ),
     ("causal", "True with tno_type='modal'", {"tno_type": "modal", "causal": False}),
     ("causal", "False with tno_type='ski'", {"tno_type": "ski", "causal": True}),
     ("decay", r"\(0, 1\]", {"decay": 0}),
@@ -117,6 +121,9 @@ REFUSED = [
     ("spatial_dims", "1 with toeplitz_mixer='hyena'", HYENA | {"causal": False, "spatial_dims": 2}),
     ("gtu_expansion", "1 with toeplitz_mixer='s4'", S4 | {"gtu_expansion": 2}),
     ("gtu_norm", "False with toeplitz_mixer='s4'", S4 | {"gtu_expansion": 1, "gtu_norm": True}),
+    ("hyena_skip", "False with toeplitz_mixer='gtu'", {"hyena_skip": True}),
+    ("final_norm_type", "None, 'simplermsnorm'", {"final_norm_type": "batchnorm"}),
+    ("rms_norm_eps", "a finite number above 0", {"rms_norm_eps": 0.0}),
     ("hyena_norm", "False with gtu_norm", HYENA | {"hyena_norm": True, "gtu_norm": True}),
     ("layer_types", "a list of 'toeplitz', ", {"layer_types": ["toeplitz", "mamba"]}),
     ("layer_types", "a list of num_hidden_layers=2 names", {"layer_types": ["toeplitz"]}),
@@ -130,6 +137,35 @@ REFUSED = [
     ("rope_parameters", "'rope_theta'", FULL | {"rope_parameters": {"rope_theta": 0}}),
     ("rope_parameters", "'factor'", FULL | {"rope_parameters": {"rope_type": "linear"}}),
 ]
+
+
+def test_layers_that_differ(tmp_path):
+    """Names of operators in `layer_types` and fields of layers are one rule, which a saved configuration keeps."""
+    named = tiny_config(layer_types=["rpe", "fd"], per_layer_config={1: {"fd_resolution": 32}})
+    config = tiny_config(tno_type="rpe", per_layer_config={1: {"tno_type": "fd", "fd_resolution": 32}})
+    assert named == config and config.tno_types == ["rpe", "fd"] and config.layer_types == ["toeplitz"] * 2
+    model = seeded(TnnForCausalLM, config)
+    assert [type(layer.mixer.tno).__name__ for layer in model.model.layers] == ["RpeOperator", "FdOperator"]
+    config.save_pretrained(tmp_path)
+    loaded = TnnConfig.from_pretrained(tmp_path)
+    assert loaded == config and loaded.per_layer_config[1].fd_resolution == 32
+    assert config != tiny_config(tno_type="rpe")
+    for wrong, message in (
+        ({0: {"hidden_size": 64}}, "`per_layer_config` must have fields of operators or .*got hidden_size"),
+        ({0: {"tno_type": "dct"}}, "`tno_type` must be one of 'rpe'"),
+        ({0: {"tno_type": "ski"}}, "`causal` must be False with tno_type='ski'"),
+        ({0: {"num_filter_groups": 5}}, "`num_filter_groups` must be a divisor of"),
+        ({2: {"tno_type": "fd"}}, "per_layer_config"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny_config(per_layer_config=wrong)
+    with pytest.raises(ValueError, match="`per_layer_config` must be None for to_recurrent"):
+        model.to_recurrent()
+    with pytest.raises(ValueError, match="`tno_type` must be one of rtf, s4d, modal for one step"):
+        DecodingStep(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`tno_type` must be 'rpe, fd' for these weights, got 'rpe'"):
+        TnnForCausalLM.from_pretrained(tmp_path, config=tiny_config())
 
 
 def test_refused_fields():

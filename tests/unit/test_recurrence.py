@@ -27,6 +27,7 @@ KINDS = {
     "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
     "rtf-no-constraint": {"tno_type": "rtf", "rtf_constraint": None, "rtf_num_denominators": None},
     "s4d": {"tno_type": "s4d"},
+    "exponential": {"tno_type": "exponential"},
     "modal": {"tno_type": "modal"},
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
     "hyena": {"tno_type": "hyena", "max_position_embeddings": 50},

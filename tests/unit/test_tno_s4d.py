@@ -1,4 +1,4 @@
-"""The operator `s4d`: the diagonal state-space model."""
+"""The operators `s4d`, the diagonal state-space model, and `exponential`, real exponentials."""
 
 import math
 
@@ -24,6 +24,28 @@ def naive_vandermonde_product(real, imag, rate, angle, length: int, dtype: torch
 
 class TestS4d(OperatorTests):
     tno_type = "s4d"
+
+
+class TestExponential(OperatorTests):
+    tno_type = "exponential"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_exponentials_are_their_definition(causal):
+    """Sums of r exp(p k), in values and gradients. At the start all have the same energy, up to the trained length."""
+    operator, length = random_operator("exponential", causal), 37
+    poles, residues, lags = operator.log_poles, operator.residues, torch.arange(length, dtype=torch.float64)
+    taps = (residues[..., None] * torch.exp(poles[..., None] * lags)).sum(1)  # (D, L) or (2D, L)
+    positive, negative = taps[: operator.channels], taps[operator.channels :]
+    expected = positive if causal else torch.cat([negative[:, :-1].flip(1), positive], dim=1)
+    found = operator.coefficients(length)
+    assert relative_error(found, expected) < 1e-12
+    cotangent = torch.arange(found.numel(), dtype=torch.float64).cos().view(found.shape)
+    wanted, gradients = (torch.autograd.grad((k * cotangent).sum(), (poles, residues)) for k in (expected, found))
+    assert all(relative_error(a, b) < 1e-11 for a, b in zip(gradients, wanted, strict=True))
+    operator.reset_parameters()
+    constants = -1 / operator.log_poles[0]
+    assert constants[0] == 1 and constants[-1].item() == pytest.approx(64)
 
 
 def random_modes(discretization: str, filters=3, modes=5) -> tuple[list, tuple]:
