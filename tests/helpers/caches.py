@@ -207,7 +207,7 @@ class CacheTests:
             expected = model(text, use_cache=False).logits[:, held:]
             twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(cache))))
             for one in (twice, loaded_by_torch(cache), copy.deepcopy(cache), cache):
-                assert len(one) == 2 and one.get_seq_length() == held and memory_per_sequence(one) > 0
+                assert len(one) == len(cache) and one.get_seq_length() == held and memory_per_sequence(one) > 0
                 found = passes(twin, text, [1, 1, 30, 18 - steps], cache=one)
                 assert relative_error(found, expected) < 1e-10
         with pytest.raises(ValueError, match="The input must have 2 sequences, as `past_key_values` has, got 1"):
