@@ -47,6 +47,8 @@ PACKAGE = Path(modeling_tnn.__file__).parent
 CODE = {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_tnn.py")} | {"modeling_tnn.py"}
 FEW = [(TnnForCausalLM, "rtf", True, MIXED["hyena"]), (TnnForMaskedLM, "ski", False, HYBRIDS["sliding"]),
        (TnnForSequenceClassification, "fd", False)]  # fmt: skip
+LAYERS = HYBRIDS["layers"].copy()
+LAYERS.pop("norm_type")  # `perturbed_model` has its own
 EVERY = [
     (head, tno_type, causal)
     for tno_type, causal in VARIANTS
@@ -54,7 +56,7 @@ EVERY = [
 ]
 EVERY += [(TnnForTokenClassification, "rpe", False), (TnnForQuestionAnswering, "rtf", True),
           (TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "ski", False, MIXED["s4"]),
-          (TnnForCausalLM, "rpe", True, HYBRIDS["layers"])]  # fmt: skip
+          (TnnForCausalLM, "rpe", True, LAYERS)]  # fmt: skip
 PROMPT, OPTIONS = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
 
 # What every script below runs under: an environment in which the package does not exist.

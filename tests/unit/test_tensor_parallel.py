@@ -28,7 +28,7 @@ def two():
 def check(found: dict, name: str):
     assert found["logits"] < 1e-12 and found["gradients"] < 1e-9, found
     fields = tensor_ranks.CASES.get(name) or tensor_ranks.SLOW[name]
-    config = tiny_config(*fields[:2], **fields[2])
+    config = tiny_config(*fields[:2], **fields[2]).per_layer_config[0]
     assert found["channels"] == (config.num_filter_groups or config.gtu_dim)
     assert found.get("generated", [True]) == [True] * len(found.get("generated", [True]))
     assert found["saved"]
