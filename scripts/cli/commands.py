@@ -31,10 +31,6 @@ COMMANDS = {
 }
 # Suggestions for a trained model: subcommands with their options.
 OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",)
-CLASSIFY = (
-    "{python} -c 'import modeling_tnn, transformers; "
-    'print(transformers.pipeline("text-classification", model="{folder}")(TEXT))\''
-)
 LAST_STEP = ("push {folder} --repo_id USER/NAME",)
 FIRST_STEP = {
     "causal": (
@@ -48,8 +44,6 @@ FIRST_STEP = {
         "--dataset_name katarinagresova/Genomic_Benchmarks_human_enhancers_cohn --output_dir outputs/enhancers",
     ),
     "classifier": (),
-    "sentences": (CLASSIFY.replace("TEXT", '"{prompt}"'),),
-    "pairs": (CLASSIFY.replace("TEXT", '{{"text": "A sentence.", "text_pair": "Another one."}}'),),
 }
 UNSTABLE = (
     "The training ended with poles outside the unit circle: {layers}. Longer texts may overflow, and none can be "
@@ -63,19 +57,15 @@ def next_steps(folder: str, kind: str, unstable: Sequence[object] = (), prompt: 
     """The next commands for the model in `folder`, one on each line.
 
     Args:
-        kind: causal, masked, dna (a masked model of it) or classifier, or what a classifier of text reads: sentences
-            or pairs.
+        kind: causal, masked, dna (a masked model of it) or classifier.
         unstable: layers with poles outside the unit circle. The text begins with what they prevent.
-        prompt: what a causal model is to continue, or a classifier of sentences to read.
+        prompt: what a causal model is to continue.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]
     steps += (OF_TNN if config["model_type"] == "tnn" else ()) + LAST_STEP
     # `make demo` runs in a virtual environment that is not active in the user's shell.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
-    python = "python" if tool == "tnn" else sys.executable
     warning = UNSTABLE.format(layers="; ".join(map(str, unstable))) if unstable else ""
-    lines = [step if step.startswith("{python} ") else f"{tool} {step}" for step in steps]
-    return f"{warning}next:\n" + "\n".join(
-        f"    {line.format(folder=folder, python=python, prompt=prompt)}" for line in lines
-    )
+    lines = [f"    {tool} {step.format(folder=folder, prompt=prompt)}" for step in steps]
+    return "\n".join([f"{warning}next:", *lines])
