@@ -42,9 +42,7 @@ class ChatArguments(WriterArguments):
 def show_help(tokenizer):
     """Say on stderr how to chat, and whether the model gets the lines as messages."""
     turns = "messages (chat template)" if tokenizer.chat_template else "plain text, which it continues"
-    sys.stderr.write(
-        f"The model reads your lines as {turns}. /new starts anew, /help shows this, an empty line or Ctrl-D ends.\n"
-    )
+    sys.stderr.write(f"Your lines are {turns}. /new starts anew, /help shows this, an empty line or Ctrl-D ends.\n")
 
 
 @report_errors

@@ -46,8 +46,7 @@ class GlueArguments(GroupArguments):
     sentence2_key: str | None = option(None, "Column with the second sentences of pairs.")
     label_key: str = option("label", "Column of the files with the labels.")
     class_weights: str | None = option(None, "balanced: rare classes count as much as frequent ones in the loss.")
-    early_stopping_patience: int | None = option(None, "Stop after N evaluations without a better main metric; "
-                                                 "the best model is kept.")  # fmt: skip
+    early_stopping_patience: int | None = option(None, "Stop after N evaluations that are no better; keep the best.")
     max_seq_length: int = option(128, "Longer texts are cut.")
     pad_to_max_length: bool = option(False, "Pad all texts to max_seq_length.")
     max_train_samples: int | None = None
@@ -70,9 +69,7 @@ class GlueArguments(GroupArguments):
         files = [file for file in (self.train_file, self.validation_file) if file is not None]
         named = [name for name in (self.task_name, self.dataset_name) if name is not None]
         if (len(named), len(files)) not in ((1, 0), (0, 2)):
-            raise ValueError(
-                "either --task_name, --dataset_name, or both --train_file and --validation_file must be given"
-            )
+            raise ValueError("--task_name, --dataset_name, or --train_file and --validation_file must be given")
         of_set = self.dataset_name is not None or not self.dataset_config_name
         require(self, "dataset_config_name", of_set, "given with --dataset_name")
         of_rows, of_own = self.task_name is None, "given with --train_file or --dataset_name"

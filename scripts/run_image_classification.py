@@ -29,8 +29,7 @@ class ImageArguments(ClassifierArguments):
     label_column_name: str | None = option(None, "Column of the classes, if not the first.")
     augmentation: str = option(
         "flip",
-        "Changes of training pictures: flip mirrors half of them; deit is DeiT's recipe (random parts, RandAugment, "
-        "random erasing, mixup, CutMix, repeated pictures), which evaluates the middle of a picture.",
+        "Changes of training pictures: flip mirrors half of them; deit is DeiT's recipe, which evaluates the middle.",
         choices=("none", "flip", "deit"),
     )
 

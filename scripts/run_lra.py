@@ -27,12 +27,8 @@ class LraArguments(ClassifierArguments):
 
     task: str = option(choices=NAMES["tnn_programs.data.lra.TASKS"])
     dataset_path: str | None = None
-    max_length: int | None = option(
-        None, "Largest number of tokens. Longer texts are cut; ListOps has shorter samples."
-    )
-    pair_column: str | None = option(
-        None, "Retrieval: column of --dataset_path; the passages of a pair have one value in it, or two."
-    )
+    max_length: int | None = option(None, "Most tokens. Longer texts are cut; ListOps has shorter samples.")
+    pair_column: str | None = option(None, "Retrieval: column of --dataset_path by which passages are of one text.")
     extra_test: str | None = option(None, "Another configuration of --dataset_path whose test split is evaluated too.")
 
     def __post_init__(self):

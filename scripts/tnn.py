@@ -40,9 +40,7 @@ def main():
         sys.argv = [f"tnn {command}", *options]
         import_module(f"tnn_programs.{COMMANDS[command][0]}").main()
     else:
-        sys.stderr.write(
-            f"error: {command} is not a command of tnn{did_you_mean(command, COMMANDS)} See `tnn --help`.\n"
-        )
+        sys.stderr.write(f"error: {command} is no command of tnn{did_you_mean(command, COMMANDS)} See `tnn --help`.\n")
         sys.exit(2)
 
 

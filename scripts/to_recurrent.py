@@ -109,9 +109,7 @@ def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
     corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     packed = pack(corpus["validation"], tokenizer, length)["input_ids"][: args.rows]
     if not packed:
-        raise ValueError(
-            f"The validation text has fewer than {length} tokens. Give a longer text or a smaller --block_size."
-        )
+        raise ValueError(f"The validation text has fewer than {length} tokens: give more, or a smaller --block_size")
     result["comparison"] = compare(model, converted, torch.tensor(packed))
     with new_files(args.output_dir) as folder:
         converted.save_pretrained(folder)

@@ -40,9 +40,7 @@ class BoundedGzip(gzip.GzipFile):
     def read1(self, size: int = -1) -> bytes:
         found = super().read1(size)
         if self.tell() > max(ALWAYS_READ, MOST_EXPANSION * os.path.getsize(self.name)):
-            raise ValueError(
-                f"The file {self.name} must be at most {MOST_EXPANSION} times as large as compressed, got more"
-            )
+            raise ValueError(f"{self.name} must be at most {MOST_EXPANSION} times as large as compressed, got more")
         return found
 
 

@@ -69,9 +69,7 @@ def check_new_rows(rows: list[int], held: int, count: int):
     added = sorted(row for row in rows if row >= held)
     distinct = len(rows) == len(set(rows)) == count and min(rows, default=0) >= 0
     if not distinct or added != list(range(held, held + len(added))):
-        raise ValueError(
-            f"`rows` must be {count} different rows below {held}, or the next ones from there, got {rows}"
-        )
+        raise ValueError(f"`rows` must be {count} different rows below {held}, or the next ones, got {rows}")
 
 
 @torch.inference_mode(False)  # later calls write into the state

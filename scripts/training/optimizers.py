@@ -98,9 +98,7 @@ def regroup(
                     optimizer.add_param_group({**group, **settings, **others, "params": part, "pattern": pattern})
         # A transformer beside the TNN has no operators.
         if not found and pattern != OPERATOR:
-            raise ValueError(
-                f"`parameter_groups` must name parameters of the model, got {pattern!r}, which finds none."
-            )
+            raise ValueError(f"`parameter_groups` must name parameters of the model, got {pattern!r}, which has none")
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 

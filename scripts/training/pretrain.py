@@ -81,9 +81,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     )
     started, seen = int(os.environ.get("WORLD_SIZE", 1)), accelerator.num_processes
     if started != seen:
-        raise ValueError(
-            f"{started} processes were started, but accelerate sees {seen}. Start them with `accelerate launch`."
-        )
+        raise ValueError(f"{started} processes were started, accelerate sees {seen}. Use `accelerate launch`.")
     check_engine(accelerator)
     # Accelerate would train in float32.
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":

@@ -166,9 +166,7 @@ def load_pictures(args: ClassifierArguments) -> Pictures:
     evaluated = [name for name in EVALUATED if name in splits]
     if "train" not in splits or not evaluated:
         needed, found = ", ".join(EVALUATED), ", ".join(splits)
-        raise ValueError(
-            f"--dataset_name must have the splits train and one of {needed}, got {args.dataset_name} with {found}"
-        )
+        raise ValueError(f"--dataset_name must have train and one of {needed}, got {args.dataset_name} with {found}")
     features = splits["train"].features
     images, labels = ([name for name, one in features.items() if isinstance(one, k)] for k in (Image, ClassLabel))
     label = args.label_column_name or (labels[0] if labels else None)

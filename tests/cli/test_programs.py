@@ -135,7 +135,7 @@ class TestFinetuneGlue(TrainingTests):
 
     def test_where_the_rows_come_from(self):
         assert not unlike("finetune_glue", words("--model_name_or_path masked --output_dir ../out"), {
-            "": "either --task_name, --dataset_name, or both --train_file and --validation_file must be given",
+            "": "--task_name, --dataset_name, or --train_file and --validation_file must be given",
             "--dataset_config_name a --task_name sst2": "--dataset_config_name must be given with --dataset_name",
             "--dataset_name a/b --metric_name mcc": "--metric_name must be .* one of accuracy, .*, got mcc",
             "--dataset_name a/b --dataset_config_name a b --do_train --dry_run": "with one task, got a, b",

@@ -189,7 +189,7 @@ def test_the_commands_of_tnn():
         assert all(f"  {command} " in shown for command in COMMANDS)
     assert run("tnn", "--version").stdout.startswith("modeling-tnn ")
     ended = run("tnn", "pretrian", check=False)
-    assert ended.returncode == 2 and "pretrian is not a command of tnn; did you mean pretrain?" in ended.stderr
+    assert ended.returncode == 2 and "pretrian is no command of tnn; did you mean pretrain?" in ended.stderr
 
 
 def test_kernels_are_drawn_of_a_tnn_alone(tmp_path):

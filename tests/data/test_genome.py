@@ -242,10 +242,10 @@ def test_what_is_refused(tmp_path, monkeypatch):
         "--streaming": "--streaming must be absent with a FASTA file",
         "--regions nowhere.bed": "nowhere.bed does not exist",
         "--validation_contigs six": "Contigs of validation must have at least a window, got six",
-        "--validation_contigs one two": "The train data must have a window of 60 letters, got none",
+        "--validation_contigs one two": "The train data must have 60 letters for a window",
         "--validation_file a.txt": "--validation_file must be FASTA",
         "--soft_masked_weight 1.1": "--soft_masked_weight must be a number from 0 to 1, got 1.1",
-        "--block_size 3000": "must have a window of 3000 letters, got none",
+        "--block_size 3000": "must have 3000 letters for a window",
     })  # fmt: skip
     assert not unlike("pretrain", [*given, "--train_file", "a.txt"], {
         "--reverse_complement": "--reverse_complement must be given together with a FASTA file, got a.txt",

@@ -72,7 +72,7 @@ def test_two_processes_of_pretrain_are_one_and_resume(tmp_path, monkeypatch):
     alone = type("One", (), {"num_processes": 1})
     monkeypatch.setattr("tnn_programs.training.pretrain.Accelerator", lambda **options: alone)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="2 processes were started, but accelerate sees 1"):  # and one folder
+    with pytest.raises(SystemExit, match="2 processes were started, accelerate sees 1"):  # and one folder
         run_script("pretrain", *options, f"--output_dir {tmp_path}/out")
 
 

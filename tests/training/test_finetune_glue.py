@@ -157,7 +157,7 @@ def test_files_that_are_refused(tmp_path):
         ("sentence,label\n", "has no rows"),
         ("sentence,class\nx,1\n", "validation.csv must have the columns label .*sentence, class. --label_key names"),
         ("sentence,label\nx,7\n", r"label must be one of those in the training file, \[0, 1\], got 7"),
-        ("sentence,label\nx,1\n,0\n", "column sentence of .*validation.csv must have a value in each row, .* row 2"),
+        ("sentence,label\nx,1\n,0\n", "column sentence of .*validation.csv must have values in all rows, .* row 2"),
     ):
         validation.write_text(content)
         with pytest.raises(ValueError, match=message):

@@ -72,7 +72,7 @@ def test_what_is_refused(model, tmp_path):
                   "a:weight_decay=-1"):  # fmt: skip
         with pytest.raises(ValueError, match="`parameter_groups` must"):
             GroupArguments(parameter_groups=[group])
-    with pytest.raises(ValueError, match="'nowhere', which finds none"):
+    with pytest.raises(ValueError, match="'nowhere', which has none"):
         by_pretrain(model, tmp_path, parameter_groups=["nowhere:learning_rate=1"])
     assert by_pretrain(model, tmp_path, optim="sgd", optim_args="momentum=0.5").defaults["momentum"] == 0.5
 
