@@ -75,12 +75,7 @@ def to_recurrent(model, args: argparse.Namespace) -> tuple:
 
 
 def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
-    """Convert, measure and save; the contents of `conversion.json`.
-
-    Raises:
-        ValueError: model, tokenizer, options and text do not fit together.
-        SavingError: the model could not be written.
-    """
+    """Convert, measure and save; the contents of `conversion.json`."""
     with importing("scripts"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer

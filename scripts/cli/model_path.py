@@ -116,13 +116,10 @@ def try_hub():
         sys.stderr.write(f"the Hub cannot be reached ({error}): only what was downloaded before is read\n")
 
 
-def check_model_path(
-    name: str | Path, option: str = "--model_name_or_path", tokenizer: bool = False, causal: bool = False
-):
+def check_model_path(name: str | Path, option: str = "--model_name_or_path", tokenizer=False, causal=False):
     """Check that a name is a folder with a model, and with a `tokenizer`, or could be the id of a repository.
 
-    Args:
-        causal: whether a TNN must be one that continues texts.
+    With `causal`, a TNN must be one that continues texts.
     """
     name, folder = str(name), Path(name)
     check_path(name, option)
@@ -163,12 +160,7 @@ LONGEST = 500
 
 
 def load(loader: type, source: str | Path, **options):
-    """The object `loader.from_pretrained(source, **options)`, after it was used once.
-
-    Raises:
-        ValueError: it cannot be loaded or used.
-        UserError: a file cannot be read or fetched, or a package is missing.
-    """
+    """The object `loader.from_pretrained(source, **options)`, after it was used once; errors of `naming`."""
     import torch
     from transformers import AutoTokenizer, PreTrainedModel
 
@@ -217,7 +209,10 @@ def check_finite(output: "torch.Tensor"):
 
 @contextmanager
 def naming(source: str | Path, part: str, patterns: tuple[str, ...]) -> Iterator[None]:
-    """Turn any failure of what reads `source` into an error of one line that names its files; see `load`."""
+    """Turn any failure of what reads `source` into an error of one line that names its files.
+
+    A ValueError, or a UserError where a file cannot be read or fetched, or a package is missing.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError):

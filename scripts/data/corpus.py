@@ -55,17 +55,8 @@ def load_corpus(
 
     Without a validation split, the last 5% become one.
 
-    Args:
-        source: a local file (text, JSON, parquet or CSV, by its suffix), a Hub id or a folder; None for the demo
-            corpus, whose documents are chapters.
-        config_name: configuration of a Hub data set.
-        validation_file: a local file for the split `validation`.
-        text_column: name of the column of text in the source.
-        documents: the ends of documents, as for `document_ends`.
-
-    Raises:
-        ValueError: a file or the column is missing or no text, or a single row is to be divided.
-        ModuleNotFoundError: the demo corpus is not installed.
+    The arguments are the options of `tnn pretrain`; without a source it is the demo corpus, of chapters. A ValueError
+    says which file or column is missing or no text, or that a single row would be divided.
     """
     if source is None:
         corpus, documents = load_dataset("json", data_files=_demo_file()), documents or DEMO_DOCUMENTS
@@ -85,9 +76,7 @@ def load_corpus(
     return corpus
 
 
-def load_texts(
-    source: str, config_name: str | None = None, split="test", text_column="text", documents: str | None = None
-) -> Dataset:
+def load_texts(source: str, config_name=None, split="test", text_column="text", documents=None) -> Dataset:
     """A split of a data set, or a whole local file, with the columns and errors of `load_corpus`."""
     if looks_like_file(source):
         return _texts(load_file(source), split, text_column, documents)

@@ -10,9 +10,6 @@ def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[Geno
     """Return the streams of training and validation windows, by the options of `tnn pretrain`.
 
     Validation draws no letters: those in lower case count if they have the weight 1, else they do not.
-
-    Raises:
-        ValueError: see `read_fasta`, `read_regions` and `split_windows`; or a split has no window.
     """
     masked, file = args.objective == "mlm", args.train_file or args.dataset_name[0]
     given = tokenizer, args.block_size, masked, args.mlm_probability, args.seed

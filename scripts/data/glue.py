@@ -95,11 +95,7 @@ def load_task(name: str, path: str | None = None) -> TaskData:
 
 
 def load_files(
-    train: str,
-    validation: str,
-    test: str | None = None,
-    sentence_keys: tuple[str, ...] = (),
-    label_key: str = "label",
+    train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = (), label_key="label"
 ) -> TaskData:
     """CSV, JSON or parquet files with a column of labels and one or two columns of text, `sentence_keys`.
 
@@ -118,18 +114,11 @@ def load_files(
     return with_columns(TaskData(None, splits, ()), files, sentence_keys, label_key)
 
 
-def load_set(
-    name: str, task: str | None = None, sentence_keys: tuple[str, ...] = (), label_key: str = "label"
-) -> TaskData:
-    """A data set of the Hub, or a folder of one, with columns as for `load_files`.
+def load_set(name: str, task: str | None, sentence_keys: tuple[str, ...] = (), label_key: str = "label") -> TaskData:
+    """A data set of the Hub, or a folder of one, with columns and errors as for `load_files`.
 
-    Without a validation split, a tenth of the training rows becomes one, always the same rows.
-
-    Args:
-        task: a configuration, or else a value of the column `task`, whose rows are the data.
-
-    Raises:
-        ValueError: there is no such task, no training split, or a column or a row is not as it has to be.
+    `task` is a configuration, or else a value of the column `task`, whose rows are the data. Without a validation
+    split, a tenth of the training rows becomes one, always the same rows.
     """
     check_path(name, "--dataset_name")
     chosen = task if task in get_dataset_config_names(name) else None
@@ -224,17 +213,9 @@ def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length
 def outputs_of_classes(config: PreTrainedConfig, names: list[str], source: str) -> list[int] | None:
     """The output of a trained classifier for each class of the data, `(C,)`, by name as in run_glue.py.
 
-    Case does not count. A classifier with transformers' names, LABEL_0 and so on, has the classes in their order.
-
-    Args:
-        names: those of the classes of the data, all or some of those of the model.
-        source: the model, for messages.
-
-    Returns:
-        None where the classes have to get outputs anew: the model is no classifier, or its outputs have no names.
-
-    Raises:
-        ValueError: it is a classifier of other classes.
+    `names` are those of the classes of the data, all or some of those of the model, called `source` in messages. Case
+    does not count. None where the classes have to get outputs anew: the model is no classifier, or its outputs have
+    the names of transformers, LABEL_0 and so on. A ValueError if it is a classifier of other classes.
     """
     own = [str(config.id2label[output]) for output in sorted(config.id2label)]
     outputs = {name.casefold(): output for output, name in enumerate(own)}

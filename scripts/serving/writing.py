@@ -52,11 +52,7 @@ def load_writer(
 
 
 def keep_settings(model: PreTrainedModel, source: str):
-    """Leave the ids of special tokens and the fields of sampling alone of a `generation_config.json`.
-
-    Raises:
-        ValueError: a field is of another kind, or the id of padding is none of the model.
-    """
+    """Leave the ids of special tokens and the fields of sampling alone of a `generation_config.json`; check them."""
     fields, vocabulary = vars(model.generation_config), model.config.get_text_config().vocab_size
     with naming(source, "generation settings", ("generation_config.json",)):
         for name, value in fields.items():

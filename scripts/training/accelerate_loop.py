@@ -110,11 +110,7 @@ class Pretraining:
         return stream.loader(batch_size, start, stop, workers, pin_memory=device not in ("cpu", "mps"))
 
     def resume(self, folder: Path):
-        """Continue from a checkpoint, whose files have been verified.
-
-        Raises:
-            ValueError: it belongs to another run, or cannot be read.
-        """
+        """Continue from a checkpoint, whose files have been verified; ValueError if it is of another run."""
         saved = read_object(folder / STATE)
         try:
             check_same_run(folder, dict(saved["fingerprint"]), self.fingerprint)
@@ -137,12 +133,7 @@ class Pretraining:
             raise ValueError(f"{folder} cannot be read: {reason}. Resume from an earlier checkpoint.") from error
 
     def run(self):
-        """Train until `max_steps`, with evaluations and checkpoints on the way.
-
-        Raises:
-            StopRequested: a process got a signal; the present step is finished.
-            MemoryExceededError: an evaluation or a step does not fit into memory.
-        """
+        """Train until `max_steps`, with evaluations and checkpoints. After a signal: StopRequested, after the step."""
         args, accelerator, state = self.args, self.accelerator, self.state
         if state.loss_before is None:
             state.loss_before = self.evaluate()
@@ -210,12 +201,7 @@ class Pretraining:
         self.reports.add(self.state.step + 1, torch.stack([loss, norm.to(loss), signals]), optimizer)
 
     def evaluate(self) -> float:
-        """The mean loss per predicted token of the validation blocks, in nats.
-
-        Raises:
-            StopRequested: a process got a signal.
-            MemoryExceededError: a batch does not fit into memory.
-        """
+        """The mean loss per predicted token of the validation blocks, in nats. After a signal: StopRequested."""
         size = self.args.per_device_eval_batch_size
         advice = f"give a --per_device_eval_batch_size below {size}" if size > 1 else "give a smaller --block_size"
         try:
@@ -247,11 +233,7 @@ class Pretraining:
         return nats / max(count, 1)
 
     def save_checkpoint(self):
-        """Write `checkpoint-STEP`. It is complete or absent.
-
-        Raises:
-            SavingError: it could not be written.
-        """
+        """Write `checkpoint-STEP`. It is complete or absent."""
         with new_folder(self.output_dir / f"checkpoint-{self.state.step}", self.accelerator) as folder:
             with shard_errors(OSError):
                 self.accelerator.save_state(str(folder))

@@ -12,11 +12,7 @@ AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
 
 
 def build_config(args: PretrainArguments) -> PreTrainedConfig:
-    """The configuration of the model with the changes of the command line.
-
-    Raises:
-        ValueError: an override is not a field, or the configuration does not fit the objective.
-    """
+    """The configuration of the model with the changes of the command line; ValueError unless it fits the objective."""
     config = change_config(args)
     with torch.device("meta"):
         AUTO_MODELS[args.objective].from_config(config)

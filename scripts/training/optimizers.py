@@ -69,18 +69,11 @@ def decayed_parameters(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if name in names and parameter.ndim >= 2}
 
 
-def regroup(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: dict[str, dict[str, float]], decayed: set[str]
-):
-    """Move the parameters that a pattern finds into groups with settings of their own.
+def regroup(optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: dict[str, dict], decayed: set[str]):
+    """Move the parameters that a pattern finds into groups with settings of their own, see `GroupArguments.groups`.
 
-    Args:
-        optimizer: new, of parameters of `model`.
-        groups: see `GroupArguments.groups`.
-        decayed: names of the parameters that may have weight decay; others, such as biases, get none.
-
-    Raises:
-        ValueError: a pattern finds no parameter.
+    The optimizer is a new one of parameters of `model`, of which those named `decayed` may have weight decay. A
+    ValueError if a pattern finds no parameter.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for pattern, settings in groups.items():
@@ -114,11 +107,7 @@ def hidden_matrices(model: PreTrainedModel, decayed: set[str]) -> set[str]:
 
 
 def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.optim.Optimizer:
-    """The optimizer that `args.optim` names; the parameters named `decayed` have weight decay.
-
-    Raises:
-        ValueError: the optimizer's package is missing, or a pattern finds no parameter.
-    """
+    """The optimizer that `args.optim` names; the parameters named `decayed` have weight decay."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = hidden_matrices(model, decayed) if args.optim == MUON else set()
     groups = [
@@ -142,11 +131,7 @@ def try_schedule(args: PretrainArguments):
 
 
 def build_scheduler(args, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule that `args.lr_scheduler_type` of `PretrainArguments` names.
-
-    Raises:
-        ValueError: the further arguments do not fit the schedule.
-    """
+    """The schedule that `args.lr_scheduler_type` of `PretrainArguments` names; ValueError if others do not fit it."""
     name, given = args.lr_scheduler_type, args.lr_scheduler_kwargs
     try:
         return get_scheduler(name, optimizer, args.num_warmup_steps, args.max_steps, json.loads(given or "{}"))

@@ -60,12 +60,7 @@ START_OF_GENE = "ATGACCATGATTACG"
 
 
 def build_accelerator(args: PretrainArguments) -> Accelerator:
-    """The Accelerator, as `accelerate launch` or its configuration file sets it up.
-
-    Raises:
-        ValueError: several processes were started, but are not connected, or with an engine that does not fit; or
-            the precision is none of the device.
-    """
+    """The Accelerator, as `accelerate launch` or its configuration file sets it up; ValueError if it cannot."""
     timeout = timedelta(seconds=args.ddp_timeout)
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
     prepare_engine(on_cpu, timeout)
@@ -92,11 +87,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
 
 
 def check_before_start(args: PretrainArguments):
-    """Check files, checkpoint and output folder, and set `resume_from_checkpoint` to a folder.
-
-    Raises:
-        ValueError: a file or the checkpoint is missing, empty or damaged, or the output folder holds another run.
-    """
+    """Check files, checkpoint and output folder, and set `resume_from_checkpoint` to a folder."""
     for file in filter(None, (args.train_file, args.validation_file)):
         check_file(file, whole=False)
     output_dir = Path(args.output_dir)
@@ -109,12 +100,9 @@ def check_before_start(args: PretrainArguments):
 def build_tokenizer(
     args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset | None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the checkpoint, the one named, or one trained on `texts`. `config` gets its special tokens.
+    """The tokenizer of the checkpoint, the one named, or one trained on `texts`, or without texts that of DNA.
 
-    Without texts, a new one is that of DNA.
-
-    Raises:
-        ValueError: the tokenizer has more tokens than the model, or no mask token for a masked language model.
+    `config` gets its special tokens. A ValueError if it has more tokens than the model, or no mask token if needed.
     """
     masked = args.objective == "mlm"
     source = args.resume_from_checkpoint or args.tokenizer_name
@@ -313,11 +301,7 @@ def report_next_steps(metrics: dict, args: PretrainArguments):
 
 
 def dry_run(args: PretrainArguments, accelerator: Accelerator):
-    """Log the size, the tokens, the time and the memory of the run.
-
-    Raises:
-        MemoryExceededError: a step does not fit into memory.
-    """
+    """Log the size, the tokens, the time and the memory of the run."""
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
         line = choose_micro_batch(args, accelerator, model)

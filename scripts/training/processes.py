@@ -93,14 +93,7 @@ def watching_processes() -> Iterator[None]:
 
 
 def prepare_engine(on_cpu: bool, timeout: timedelta):
-    """Let accelerate shard on CPUs too, over gloo, and refuse DeepSpeed. Call it before the `Accelerator` is made.
-
-    Args:
-        timeout: how long a process waits for the others.
-
-    Raises:
-        ValueError: the launcher was asked for DeepSpeed.
-    """
+    """Let accelerate shard on CPUs too, over gloo, and refuse DeepSpeed. Call it before the `Accelerator` is made."""
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "This program does not run with DeepSpeed: it would change the weights before their gradients are known "

@@ -105,9 +105,6 @@ class MixingTrainer(GroupingTrainer):
     The loss is the cross entropy of the mixed targets, with `label_smoothing_factor` in training alone. transformers'
     models would take targets of this shape for several labels at once. timm mixes pairs, so the last batch of an
     epoch, which may have an odd number of pictures, is left out.
-
-    Raises:
-        ValueError: the batches have an odd number of pictures.
     """
 
     def __init__(self, *arguments, **options):

@@ -91,13 +91,9 @@ def score_masked(
 ) -> torch.Tensor:
     """The loss in nats of each hidden token of ids `(T,)`, given the others of its row, `(M,)` in float64 on the CPU.
 
-    All hidden tokens become the mask token, other than in training, where a fifth of them stay or become others.
-
-    Args:
-        hidden: `(T,)`, from `hidden_tokens`; the same tokens for rows of every length.
-        length: tokens in a row, with the special tokens of a sentence around it. The last row may be shorter.
-        enclosing: those special tokens, before and after a row; fewer than `length`.
-        tokens_per_pass: tokens in a forward pass; a longer row is read whole, because its tokens see each other.
+    All `hidden` `(T,)` tokens become the mask token, other than in training, where a fifth of them stay or become
+    others. `length` counts the special tokens `enclosing` a row. A row of more than `tokens_per_pass` is read whole,
+    because its tokens see each other.
     """
     before, after = (torch.tensor(tokens, dtype=torch.long) for tokens in enclosing)
     size = length - len(before) - len(after)  # S
@@ -142,14 +138,8 @@ def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrained
     """The number of bytes of the text, in UTF-8, up to the end of its first `count` tokens.
 
     Characters between two tokens count for the second one, and those at the end of a line for its last token. A token
-    that ends within a character counts the whole character.
-
-    Args:
-        texts: lines, counted with one line break after each.
-        tokens: their ids, from `text.tokenize`.
-
-    Raises:
-        ValueError: a line must be divided, and the tokenizer does not say where its tokens are.
+    that ends within a character counts the whole character. `texts` are lines, counted with one line break after each,
+    and `tokens` their ids, from `text.tokenize`.
     """
     total = 0
     for line, ids in zip(map(with_line_break, texts), tokens, strict=True):
@@ -158,10 +148,7 @@ def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrained
         if count >= len(ids):
             total += len(line.encode())
         elif not tokenizer.is_fast:
-            raise ValueError(
-                "The tokenizer must say where in a text its tokens are (`is_fast`) for bits per byte, got "
-                f"{type(tokenizer).__name__}"
-            )
+            raise ValueError(f"The tokenizer must be fast for bits per byte, got {type(tokenizer).__name__}")
         else:
             places = tokenizer(line, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             total += len(line[: places["offset_mapping"][count - 1][1]].encode())

@@ -52,11 +52,7 @@ def output_folder(training: TrainingArguments, dry_run: bool) -> Iterator[None]:
 
 
 def refuse(training: TrainingArguments, *names: str):
-    """Refuse options of Trainer.
-
-    Raises:
-        ValueError: one of them was given.
-    """
+    """Refuse options of Trainer, by a ValueError."""
     for name in names:
         if getattr(training, name):
             raise ValueError(f"--{name} must not be given for this program: {REFUSED[name]}")
@@ -65,15 +61,8 @@ def refuse(training: TrainingArguments, *names: str):
 def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     """Train from the beginning, or from the checkpoint in the arguments; the figures of the training.
 
-    Args:
-        labels, options: the training data, see `describe_training`.
-
-    Raises:
-        StopRequested: a process got a signal during the training; the last step is in a checkpoint. The exception has
-            the exit status and a message for the user.
-        ValueError: the checkpoint is missing, damaged, or of another run.
-        MemoryExceededError: a batch does not fit into memory.
-        SavingError: a checkpoint could not be written.
+    `labels` and `options` are those of `describe_training`. After a signal the last step is in a checkpoint, and
+    StopRequested has the exit status and a message for the user.
     """
     folder = Path(trainer.args.output_dir)
     resumed = find_checkpoint(folder, trainer.args.resume_from_checkpoint)
@@ -108,12 +97,7 @@ def save(trainer: Trainer, options: dict, folder: Path):
 
 @contextmanager
 def classifier_run(args: ClassifierArguments, training: TrainingArguments) -> Iterator[None]:
-    """Set the seed and lock the output folder for the block. A signal ends the process with status and message.
-
-    Raises:
-        SystemExit: a signal stopped the block.
-        ValueError: the folder cannot be used.
-    """
+    """Set the seed and lock the output folder for the block. A signal ends the process with status and message."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     try:
