@@ -296,16 +296,12 @@ def open_cache(model: nn.Module, cache: Cache | None, use_cache: bool | None) ->
     check_cache(cache, model)
     first = next(index for index, layer in enumerate(model.layers) if not is_elsewhere(layer))
     past_length = int(cache.get_seq_length(first))
-    if not recomputes(model):
+    recomputes = torch.is_grad_enabled() and model.training and any(x.gradient_checkpointing for x in model.layers)
+    if not recomputes:
         return cache, past_length
     if past_length:
         raise ValueError("`past_key_values` must be empty with gradient checkpointing, got tokens")
     return None, 0
-
-
-def recomputes(model: nn.Module) -> bool:
-    """Whether the layers of a model compute their activations again in the backward pass."""
-    return torch.is_grad_enabled() and model.training and any(layer.gradient_checkpointing for layer in model.layers)
 
 
 def check_cache(cache: Cache, model: nn.Module):

@@ -55,15 +55,20 @@ def require_tensor(name: str, value: Any, letters: str, dims=None, dtypes=(), sh
         raise TypeError(f"`{name}` must hold {' or '.join(map(str, dtypes))}, got {value.dtype}")
 
 
+def require_one(name: str, given: Any, inputs_embeds: Any):
+    """Check that either `given`, of this name, or embeddings are given."""
+    if (given is None) == (inputs_embeds is None):
+        found = "none" if given is None else "both"
+        raise ValueError(f"Exactly one of `{name}` and `inputs_embeds` must be given, got {found}")
+
+
 def check_tokens(
     input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module, config: PreTrainedConfig, input_values: Any = None
 ):
     """Check that the tokens fit the `embedding` of the model, which a user's module may wrap."""
     if input_values is not None:
         raise ValueError("`input_values` must be None for a model with input_channels=None, got values")
-    if (input_ids is None) == (inputs_embeds is None):
-        found = "none" if input_ids is None else "both"
-        raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {found}")
+    require_one("input_ids", input_ids, inputs_embeds)
     if is_elsewhere(embedding):
         return
     if inputs_embeds is not None:
@@ -76,9 +81,7 @@ def check_values(input_ids: Any, input_values: Any, inputs_embeds: Any, channels
     """Check the input of a model of real values: `(B, L, channels)` values or `(B, L, width)` embeddings."""
     if input_ids is not None:
         raise ValueError(f"`input_ids` must be None for a model with input_channels={channels}, got ids")
-    if (input_values is None) == (inputs_embeds is None):
-        found = "none" if input_values is None else "both"
-        raise ValueError(f"Exactly one of `input_values` and `inputs_embeds` must be given, got {found}")
+    require_one("input_values", input_values, inputs_embeds)
     if inputs_embeds is not None:
         check_last_size("inputs_embeds", inputs_embeds, width)
     elif channels > 1 or getattr(input_values, "ndim", 3) != 2:  # one channel may have no dimension

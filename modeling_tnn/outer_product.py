@@ -107,12 +107,9 @@ def masked_product(queries, keys, values, kernel, causal: bool) -> torch.Tensor:
     """The outputs of `convolved_product`, by equation (2)."""
     dtype, length = compute_dtype(torch.promote_types(values.dtype, kernel.dtype)), values.shape[-1]
     q, k, v = (x.permute(0, 2, 3, 1).to(dtype) for x in (queries, keys, values))  # (H, B, L, N)
-    matrices = toeplitz_matrices(kernel.to(dtype), length, causal)  # (G, L, L)
+    # As `dense_toeplitz`, with fast gradients.
+    lags = kernel.to(dtype)
+    lags = pad(lags, (length - 1, length - lags.shape[1])) if causal else fit_lags(lags, length)  # (G, 2L-1)
+    matrices = lags.flip(1).unfold(1, length, 1).flip(1)  # (G, L, L)
     scores = (q @ k.mT).unflatten(0, (len(kernel), -1)) * matrices[:, None, None]  # (G, H/G, B, L, L)
     return (scores.flatten(0, 1) @ v).permute(0, 3, 1, 2).flatten(0, 1)
-
-
-def toeplitz_matrices(kernel: torch.Tensor, length: int, causal: bool) -> torch.Tensor:
-    """The Toeplitz matrices `(G, L, L)` of taps `(G, K)` or `(G, 2K - 1)`, as `dense_toeplitz` with fast gradients."""
-    lags = pad(kernel, (length - 1, length - kernel.shape[1])) if causal else fit_lags(kernel, length)  # (G, 2L-1)
-    return lags.flip(1).unfold(1, length, 1).flip(1)

@@ -102,12 +102,6 @@ def standardize(values: torch.Tensor, observed: torch.Tensor | None, attention_m
     return (centred / scale).masked_fill(missing, torch.nan), loc * largest, (scale * largest).clamp(min=numbers.tiny)
 
 
-def has_scale(loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Whether the channels that `standardize` scaled by these vary."""
-    numbers = torch.finfo(scale.dtype)
-    return scale > 2 * (ROUNDINGS * numbers.eps * loc.abs() + numbers.tiny)
-
-
 def squared_error(predictions: torch.Tensor, targets: torch.Tensor, name: str, loc=None, scale=None) -> torch.Tensor:
     """Return the mean squared error over the targets that are finite; 0 if there is none.
 
@@ -121,7 +115,8 @@ def squared_error(predictions: torch.Tensor, targets: torch.Tensor, name: str, l
     missing = ~targets.isfinite()
     count = (~missing).sum().clamp(min=1)
     if scale is not None:
-        missing = missing | ~has_scale(loc, scale)
+        numbers = torch.finfo(scale.dtype)
+        missing = missing | (scale <= 2 * (ROUNDINGS * numbers.eps * loc.abs() + numbers.tiny))  # as `standardize` has
         targets = (targets.to(loc.dtype) - loc) / scale
     errors = (predictions.to(dtype) - targets.to(dtype).masked_fill(missing, 0)).masked_fill(missing, 0)
     return errors.square().sum() / count

@@ -105,12 +105,9 @@ class HyenaOperator(ToeplitzOperator):
     def fill_constants(self, copy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
         """Write s, z and delta into the buffers by `copy`."""
         times, features = exponential_features(*self.features.shape)
-        for buffer, value in (
-            (self.times, times),
-            (self.features, features),
-            (self.rates, decay_rates(len(self.rates))),
-        ):
-            copy(buffer, value)
+        copy(self.times, times)
+        copy(self.features, features)
+        copy(self.rates, decay_rates(len(self.rates)))
 
     def require_positions(self, count: int):
         """Raise a ValueError if a sequence has more positions than the filter, and none may follow."""

@@ -175,16 +175,6 @@ convolution.register_autograd(backward, setup_context=save)
 
 
 # If this module is imported again, the newest operators count: they are looked up by name.
-def recorded_starts(tokens, attention_mask, position_ids) -> torch.Tensor:
-    """The `starts` of `packing.Documents` `(B, L)`, as one node of a graph."""
-    return torch.ops.modeling_tnn.document_starts(tokens.detach(), attention_mask, position_ids)
-
-
-def recorded_limit(starts: torch.Tensor, most: int, field: str) -> torch.Tensor:
-    """`starts` after `limit_documents`, as one node of a graph."""
-    return torch.ops.modeling_tnn.limit_documents(starts, most, field)
-
-
 def recorded_convolution(v, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:
     """Equation (1) for `v` `(B, L, D)`, as one node of a graph."""
     x = v.permute(2, 0, 1).contiguous()
@@ -210,5 +200,8 @@ def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> 
 
 
 extensions.register(find_product=find_product, keeps_products=keeps_products)
-extensions.register(document_starts=recorded_starts, convolve_documents=recorded_convolution)
-extensions.register(limit_documents=recorded_limit)
+extensions.register(
+    document_starts=lambda tokens, *given: torch.ops.modeling_tnn.document_starts(tokens.detach(), *given),
+    convolve_documents=recorded_convolution,
+    limit_documents=lambda *given: torch.ops.modeling_tnn.limit_documents(*given),
+)

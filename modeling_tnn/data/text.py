@@ -17,9 +17,7 @@ MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"
 ROWS_AT_ONCE = 10_000
 
 
-def train_tokenizer(
-    texts: "Dataset", vocab_size: int, masked: bool = False, lowercase: bool = False
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: "Dataset", vocab_size: int, masked=False, lowercase=False) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with the special tokens of the released models, trained on a column `text`.
 
     Args:

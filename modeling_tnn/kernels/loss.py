@@ -68,7 +68,9 @@ def loss_and_gradients(hidden, weight, bias, labels, dtype: torch.dtype, ignore_
     words, columns, wide = len(weight), len(w), compute_dtype(dtype)
     fill = find_kernel(hidden.device, dtype, words, columns) or fill_by_pytorch
     copied = fill is fill_by_pytorch and dtype != wide
-    rows = rows_of_chunk(hidden, columns * (dtype.itemsize + copied * wide.itemsize))
+    row_bytes = columns * (dtype.itemsize + copied * wide.itemsize)
+    rows = min(LARGE_ROWS, max(1, LARGE_BYTES // row_bytes // ALIGNMENT) * ALIGNMENT)
+    rows = CPU_ROWS if is_on_host(hidden) else rows
     shapes = zip((hidden.shape, (columns, weight.shape[1]), (columns,)), needed, strict=True)
     dh, dw, db = (hidden.new_zeros(shape, dtype=wide) if need else None for shape, need in shapes)
     losses, labels = hidden.new_empty(len(hidden), dtype=wide), labels.contiguous()
@@ -92,12 +94,6 @@ def loss_and_gradients(hidden, weight, bias, labels, dtype: torch.dtype, ignore_
             if dw is not None:
                 add_product(dw, z.t(), h)
     return losses.sum(), [dh, *(None if g is None else g[:words] for g in (dw, db))]
-
-
-def rows_of_chunk(hidden: torch.Tensor, row_bytes: int) -> int:
-    """The rows of a chunk of logits, for `hidden` `(N, d)`."""
-    rows = max(1, LARGE_BYTES // row_bytes // ALIGNMENT) * ALIGNMENT
-    return CPU_ROWS if is_on_host(hidden) else min(LARGE_ROWS, rows)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor):

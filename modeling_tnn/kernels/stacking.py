@@ -156,7 +156,9 @@ def are_alike(modules: Sequence[nn.Module]) -> bool:
         theirs = vars(one)
         if type(one) is not type(first) or theirs.keys() != vars(first).keys() or one._modules.keys() != children:
             return False
-        if kinds_of(one) != kinds or not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
+        pairs = [(x, theirs[name]) for name, x in settings]
+        same = all(x is y or (type(x) is type(y) and isinstance(x, PLAIN) and x == y) for x, y in pairs)
+        if kinds_of(one) != kinds or not same:
             return False
     return all(are_alike([one._modules[name] for one in modules]) for name in children)
 
@@ -165,11 +167,6 @@ def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
     """Return the properties of parameters that two modules must share to be stacked."""
     own = (*module._parameters.items(), *module._buffers.items())
     return {name: None if x is None else (x.shape, x.dtype, x.requires_grad, x.device) for name, x in own}
-
-
-def is_same(a: object, b: object) -> bool:
-    """Whether two settings have the same plain value."""
-    return type(a) is type(b) and isinstance(a, PLAIN) and a == b
 
 
 def is_ours(module: nn.Module) -> bool:

@@ -48,28 +48,20 @@ def insert_rows(cache: Cache, other: Cache, rows: list[int]):
                 f"{[type(layer).__name__ for layer in one.layers]}"
             )
     if not cache.layers:
-        cache.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
+        cache.layers += [type(one)(sliding_window=getattr(one, "sliding_window", None)) for one in other.layers]
         cache.layer_class_to_replicate = other.layer_class_to_replicate
     bind_to_config(cache, cache.layers, other.tnn_fields)
-    check_new_rows(rows, rows_of(cache), rows_of(other))
+    held, count = rows_of(cache), rows_of(other)
+    added = sorted(row for row in rows if row >= held)
+    distinct = len(rows) == len(set(rows)) == count and min(rows, default=0) >= 0
+    if not distinct or added != list(range(held, held + len(added))):
+        raise ValueError(f"`rows` must be {count} different rows below {held}, or the next ones, got {rows}")
     length = max(past_length(cache.layers), past_length(other.layers))
     for layer, new in zip(cache.layers, other.layers, strict=True):
         if is_toeplitz(layer):
             insert_states(layer, new, rows)
         else:
             insert_keys(layer, new, rows, length)
-
-
-def check_new_rows(rows: list[int], held: int, count: int):
-    """Check that `rows` are `count` rows of a cache of `held` rows, or the next ones.
-
-    Raises:
-        ValueError: they are not.
-    """
-    added = sorted(row for row in rows if row >= held)
-    distinct = len(rows) == len(set(rows)) == count and min(rows, default=0) >= 0
-    if not distinct or added != list(range(held, held + len(added))):
-        raise ValueError(f"`rows` must be {count} different rows below {held}, or the next ones, got {rows}")
 
 
 @torch.inference_mode(False)  # later calls write into the state
@@ -126,11 +118,6 @@ def is_movable(layer) -> bool:
     if is_toeplitz(layer):
         return not layer.is_compileable
     return type(layer) in OF_ATTENTION and not getattr(layer, "record_past", False)
-
-
-def window_of(layer) -> dict[str, int]:
-    """The arguments of a layer like this one."""
-    return {"sliding_window": layer.sliding_window} if hasattr(layer, "sliding_window") else {}
 
 
 def rows_of(cache: Cache) -> int:

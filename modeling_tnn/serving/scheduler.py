@@ -163,7 +163,11 @@ class BatchScheduler:
     def step(self) -> bool:
         """Read a chunk of prompts, write one token of each running text; whether there is more to do."""
         with torch.no_grad():
-            self._end_cancelled()
+            with self._lock:
+                for request in [*self._waiting, *self._active()]:
+                    if request.is_cancelled:
+                        request.end("cancelled")
+                self._waiting = deque(request for request in self._waiting if not request.is_done)
             self._begin_reading()
             if self._writing.running():
                 self._advance(self._writing)
@@ -211,13 +215,6 @@ class BatchScheduler:
             return False
         longest = max(request.max_length for request in requests)  # all rows have its length
         return max(rows, len(requests)) * bytes_of_text(self._decoder, longest) > self.memory_limit
-
-    def _end_cancelled(self):
-        with self._lock:
-            for request in [*self._waiting, *self._active()]:
-                if request.is_cancelled:
-                    request.end("cancelled")
-            self._waiting = deque(request for request in self._waiting if not request.is_done)
 
     def _begin_reading(self):
         """Let as many texts as have room read their prompts; next is the oldest of the client with the fewest."""
@@ -298,9 +295,8 @@ class Batch:
         """
         past = int(self.cache.get_seq_length())
         unread = max(1, self._longest - past)  # of a text that is written: its newest token
-        noted = [
-            row for row, one in enumerate(self.requests) if one.prompt_logprobs is not None and past < self._longest
-        ]
+        noted = [row for row, one in enumerate(self.requests) if one.prompt_logprobs is not None]
+        noted = noted if past < self._longest else []
         most = min(most, MOST_LOGITS // model.config.vocab_size) if noted else most
         count = max(1, min(unread, most // len(self.requests)))
         ids = left_padded([one.ids[0, -unread:] for one in self.requests], unread)[:, :count]
