@@ -24,15 +24,8 @@ from datasets.exceptions import DatasetsError
 
 from modeling_tnn.data.blocks import VALIDATION_SHARE
 from modeling_tnn.data.files import ENCODING
+from tnn_programs.cli import text_files
 from tnn_programs.cli.model_path import check_path
-from tnn_programs.cli.text_files import (
-    BUILDERS,
-    CHECKED_OF_STREAM,
-    builder_of,
-    check_file,
-    looks_like_file,
-    suffix_of,
-)
 
 # Words with which pandas marks missing values in CSV files are text here, and an empty cell is missing.
 NA_IS_TEXT = {"keep_default_na": False, "na_values": [""]}
@@ -53,14 +46,12 @@ def load_corpus(
 ) -> DatasetDict:
     """The splits `train` and `validation` of a source, with the columns `text` and `ends`, True where documents end.
 
-    Without a validation split, the last 5% become one.
-
-    The arguments are the options of `tnn pretrain`; without a source it is the demo corpus, of chapters. A ValueError
-    says which file or column is missing or no text, or that a single row would be divided.
+    Without a validation split, the last 5% become one; without a source it is the demo corpus, whose documents are
+    chapters. A ValueError says which file or column is missing or no text, or that a single row would be divided.
     """
     if source is None:
         corpus, documents = load_dataset("json", data_files=_demo_file()), documents or DEMO_DOCUMENTS
-    elif looks_like_file(source):
+    elif text_files.looks_like_file(source):
         corpus = DatasetDict(train=load_file(source))
     else:
         corpus = load_folder(source, config_name)
@@ -78,15 +69,15 @@ def load_corpus(
 
 def load_texts(source: str, config_name=None, split="test", text_column="text", documents=None) -> Dataset:
     """A split of a data set, or a whole local file, with the columns and errors of `load_corpus`."""
-    if looks_like_file(source):
+    if text_files.looks_like_file(source):
         return _texts(load_file(source), split, text_column, documents)
     return _texts(load_folder(source, config_name, split=split), split, text_column, documents)
 
 
 def load_file(file: str, **options) -> Dataset:
     """The rows of a local file, by `options` of `load_dataset`; a ValueError if they cannot be read."""
-    streaming, builder = options.get("streaming"), builder_of(file)
-    check_file(file, most=CHECKED_OF_STREAM if streaming else math.inf)
+    streaming, builder = options.get("streaming"), text_files.builder_of(file)
+    text_files.check_file(file, most=text_files.CHECKED_OF_STREAM if streaming else math.inf)
     if not streaming:  # the cache knows a file by its name and time, which may be those of its last content
         with open(file, "rb") as content:
             options["name"] = hashlib.file_digest(content, "md5").hexdigest()
@@ -103,10 +94,10 @@ def load_file(file: str, **options) -> Dataset:
 def load_folder(source: str, config_name: str | None = None, **options) -> DatasetDict | Dataset:
     """A data set on the Hub, or a local folder, whose files are checked as those of `load_file`."""
     check_path(source, "--dataset_name")
-    files = [file for file in Path(source).rglob("*") if suffix_of(file.name) in BUILDERS]
+    files = [file for file in Path(source).rglob("*") if text_files.suffix_of(file.name) in text_files.BUILDERS]
     for file in files:
-        check_file(str(file), most=CHECKED_OF_STREAM if options.get("streaming") else math.inf)
-    of_tables = files and all(builder_of(str(file)) == "csv" for file in files)
+        text_files.check_file(str(file), most=text_files.CHECKED_OF_STREAM if options.get("streaming") else math.inf)
+    of_tables = files and all(text_files.builder_of(str(file)) == "csv" for file in files)
     return load_dataset(source, config_name, **(NA_IS_TEXT if of_tables else {}), **options)
 
 
@@ -126,9 +117,7 @@ def document_ends(rows: Dataset, text_column: str, documents: str | None = None)
     elif documents not in WAYS:
         columns, known = documents.split(","), rows.column_names
         if not set(columns) <= set(known):
-            raise ValueError(
-                f"--documents must be {', '.join(WAYS)} or columns among {', '.join(known)}, got {documents}"
-            )
+            raise ValueError(f"--documents must be {', '.join(WAYS)} or some of {', '.join(known)}, got {documents}")
         keys = list(zip(*(rows[column] for column in columns), strict=True))
         ends[:] = [key != after for key, after in zip(keys, [*keys[1:], None], strict=True)]
     return ends

@@ -189,10 +189,8 @@ async def embed(service: Service, request: Request, body: EmbeddingBody) -> Resp
         raise ApiError(504, "The vectors were not finished in the time that a request may take.", "timeout") from None
     count = sum(map(len, texts))
     head = {"object": "list", "model": service.name, "usage": {"prompt_tokens": count, "total_tokens": count}}
-    items = (
-        {"object": "embedding", "index": index, "embedding": written(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    )
+    known, forms = {"object": "embedding"}, (written(vector, body.encoding_format) for vector in vectors)
+    items = (known | {"index": index, "embedding": one} for index, one in enumerate(forms))
     return Response(await run_in_threadpool(write_body, head, "data", items), media_type="application/json")
 
 

@@ -17,16 +17,8 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from modeling_tnn.cache_tnn import CACHE
+from tnn_programs.cli import model_path
 from tnn_programs.cli.generation_fields import is_of_kind, wanted
-from tnn_programs.cli.model_path import (
-    PARTS,
-    check_causal,
-    check_device,
-    check_vocabulary,
-    check_writing,
-    load,
-    naming,
-)
 from tnn_programs.cli.sampling import OF_SAMPLING, given_sampling, sampling, with_sampling
 from tnn_programs.serving.pieces import PieceStreamer
 
@@ -42,19 +34,19 @@ def load_writer(
     name: str, dtype: str, device: str | None, trust_remote_code: bool = False, **tokenizing
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in evaluation mode, and its tokenizer with the options `tokenizing`; ValueError if they do not fit."""
-    device, code = check_device(device), {"trust_remote_code": trust_remote_code}
-    tokenizer = load(AutoTokenizer, name, **code, **tokenizing)
-    model = load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
+    device, code = model_path.check_device(device), {"trust_remote_code": trust_remote_code}
+    tokenizer = model_path.load(AutoTokenizer, name, **code, **tokenizing)
+    model = model_path.load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
     keep_settings(model, name)
-    check_writing(model, name, sampling_of(model))
-    check_vocabulary(tokenizer, model.config.vocab_size)
+    model_path.check_writing(model, name, sampling_of(model))
+    model_path.check_vocabulary(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
 
 
 def keep_settings(model: PreTrainedModel, source: str):
     """Leave the ids of special tokens and the fields of sampling alone of a `generation_config.json`; check them."""
     fields, vocabulary = vars(model.generation_config), model.config.get_text_config().vocab_size
-    with naming(source, "generation settings", ("generation_config.json",)):
+    with model_path.naming(source, "generation settings", ("generation_config.json",)):
         for name, value in fields.items():
             if isinstance(value, bool | int | float | str | list) and not is_of_kind(name, value):
                 raise ValueError(f"`{name}` must be {wanted(name)}, or null, got {value!r}")
@@ -73,18 +65,18 @@ def load_served(
     name: str, dtype: str, device: str | None, encoders: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal TNN, or with `encoders` the encoder of another one, and its tokenizer; ValueError for other models."""
-    config = load(AutoConfig, name)
+    config = model_path.load(AutoConfig, name)
     if config.model_type != "tnn" or not (config.causal or encoders):
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
         raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
     if config.causal:
-        check_causal(name, config.to_dict())
+        model_path.check_causal(name, config.to_dict())
         return load_writer(name, dtype, device)
-    tokenizer = load(AutoTokenizer, name)
-    model = load(AutoModel, name, dtype=dtype).to(check_device(device))
+    tokenizer = model_path.load(AutoTokenizer, name)
+    model = model_path.load(AutoModel, name, dtype=dtype).to(model_path.check_device(device))
     if model.main_input_name != "input_ids":
         raise ValueError(f"model={name} reads {model.main_input_name}: only models of text can be served.")
-    check_vocabulary(tokenizer, config.vocab_size)
+    model_path.check_vocabulary(tokenizer, config.vocab_size)
     return model.eval(), tokenizer
 
 
@@ -138,11 +130,9 @@ class Conversation:
         """The tokens of the conversation and of the new `line`, `(1, L)`."""
         self.messages.append({"role": "user", "content": line})
         if self.tokenizer.chat_template is None:
-            new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1], verbose=False)[
-                "input_ids"
-            ]
-            return torch.cat([self.ids, new], dim=1)
-        with naming(self.tokenizer.name_or_path, *PARTS["AutoTokenizer"]):  # a template is code of the folder
+            given = {"return_tensors": "pt", "add_special_tokens": not self.ids.shape[1], "verbose": False}
+            return torch.cat([self.ids, self.tokenizer(line, **given)["input_ids"]], dim=1)
+        with model_path.naming(self.tokenizer.name_or_path, *model_path.PARTS["AutoTokenizer"]):  # a template is code
             ids = self.tokenizer.apply_chat_template(
                 self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )["input_ids"]

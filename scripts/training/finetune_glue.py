@@ -34,17 +34,7 @@ from tnn_programs.cli.parser import parse_overrides
 from tnn_programs.cli.runs import RUN, check_run, find_checkpoint, read_object
 from tnn_programs.cli.tables import ERRORS, format_metric, markdown_table
 from tnn_programs.cli.training_arguments import GroupArguments, fine_tuning_of
-from tnn_programs.data.glue import (
-    OF_VALUES,
-    TaskData,
-    load_files,
-    load_set,
-    load_task,
-    metrics_of,
-    outputs_of_classes,
-    score,
-    tokenize_task,
-)
+from tnn_programs.data import glue
 from tnn_programs.training.costs import dry_run
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.processes import StopRequested
@@ -56,8 +46,8 @@ logger = logging.getLogger("finetune_glue")
 
 def check_metric(name: str, classes: list[str] | None):
     """Raise a ValueError for a metric that the labels do not have: `classes`, or values if it is None."""
-    if classes is None and name not in OF_VALUES:
-        raise ValueError(f"--metric_name must be one of {', '.join(OF_VALUES)} for values to predict, got {name}")
+    if classes is None and name not in glue.OF_VALUES:
+        raise ValueError(f"--metric_name must be one of {', '.join(glue.OF_VALUES)} for values to predict, got {name}")
     if classes is not None and name == "f1" and len(classes) > 2:
         raise ValueError(f"--metric_name must be another one with more than two classes, got f1 and {len(classes)}")
 
@@ -65,10 +55,10 @@ def check_metric(name: str, classes: list[str] | None):
 class Task:
     """A task with its metric and its tokenized data, which all runs of a sweep share."""
 
-    def __init__(self, data: TaskData, args: GroupArguments):
+    def __init__(self, data: glue.TaskData, args: GroupArguments):
         self.data, self.args, self.name = data, args, data.name or "files"
         self.is_regression = data.label_names is None
-        self.metrics = (args.metric_name,) if args.metric_name else metrics_of(data.name, self.is_regression)
+        self.metrics = (args.metric_name,) if args.metric_name else glue.metrics_of(data.name, self.is_regression)
         self.main_metric = self.metrics[0]
         check_metric(self.main_metric, data.label_names)
         self.tokenizer = load(AutoTokenizer, args.model_name_or_path, trust_remote_code=args.trust_remote_code)
@@ -82,7 +72,7 @@ class Task:
                 data.splits[name] = data.splits[name].select(range(min(limit, len(data.splits[name]))))
         self.new_head = False
         self.config = self.build_config()
-        self.splits = tokenize_task(data, self.tokenizer, args.max_seq_length, args.pad_to_max_length)
+        self.splits = glue.tokenize_task(data, self.tokenizer, args.max_seq_length, args.pad_to_max_length)
 
     def best(self, scores: Iterable, key: Callable = float):
         """The best of some scores, or of what has a score by `key`. What is not a number is the worst."""
@@ -100,7 +90,7 @@ class Task:
             config.num_labels = 1
         elif not args.from_scratch:
             try:
-                given = outputs_of_classes(config, names, source)
+                given = glue.outputs_of_classes(config, names, source)
             except ValueError:
                 if not args.ignore_mismatched_sizes:
                     raise
@@ -145,7 +135,7 @@ class Task:
     def compute_metrics(self, evaluated) -> dict[str, float]:
         logits = logits_of(evaluated.predictions)
         predictions = logits[:, 0] if self.is_regression else logits.argmax(axis=1)
-        return score(self.metrics, self.classes(predictions), self.classes(evaluated.label_ids))
+        return glue.score(self.metrics, self.classes(predictions), self.classes(evaluated.label_ids))
 
     def weighted_loss(self, smoothing: float) -> Callable | None:
         """The loss with a weight for each class, for Trainer, if it is asked for: rows by classes, by rows of it."""
@@ -166,7 +156,7 @@ class Task:
             return None
         references = self.classes(self.splits[self.data.validation_splits[0]]["label"])
         answer = statistics.mode(self.classes(self.splits["train"]["label"]).tolist())
-        return score(self.metrics[:1], np.full_like(references, answer), references)[self.main_metric]
+        return glue.score(self.metrics[:1], np.full_like(references, answer), references)[self.main_metric]
 
 
 def run_once(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Trainer, dict]:
@@ -313,10 +303,8 @@ def table(summaries: list[dict]) -> str:
         figures = {name: row[name] for name in ("majority", "mean", "std", "best") if row[name] is not None}
         shown = {name: format_metric(row["metric"], value) for name, value in figures.items()}
         others = ", ".join(f"{name} {format_metric(name, value)}" for name, value in row["others"].items())
-        score, rate = f"{shown['mean']} ± {shown['std']}", f"{row['learning_rate']:g}"
-        lines.append(
-            [row["task"], row["metric"], shown.get("majority"), score, row["seeds"], shown["best"], rate, others]
-        )
+        score, begin = f"{shown['mean']} ± {shown['std']}", [row["task"], row["metric"], shown.get("majority")]
+        lines.append([*begin, score, row["seeds"], shown["best"], f"{row['learning_rate']:g}", others])
     if len(rows) > 1:
         mean, best = (100 * statistics.mean(row[name] for row in rows) for name in ("mean", "best"))
         lines.append(["average", None, None, f"{mean:.2f}", None, f"{best:.2f}", None, None])
@@ -340,16 +328,16 @@ def check_before_start(args: GroupArguments, training: TrainingArguments):
             raise ValueError(f"--{name} must not be given with --sweep, which reads --{several}, got {value}")
 
 
-def load_data(args: GroupArguments, training: TrainingArguments) -> dict[Path, TaskData]:
+def load_data(args: GroupArguments, training: TrainingArguments) -> dict[Path, glue.TaskData]:
     """The data of all tasks, or of the files, by the folder for the model."""
     if args.dataset_name is not None:
         tasks = args.dataset_config_name or [None]
-        data = [load_set(args.dataset_name, task, args.sentence_keys, args.label_key) for task in tasks]
+        data = [glue.load_set(args.dataset_name, task, args.sentence_keys, args.label_key) for task in tasks]
     elif args.task_name is None:
         files = args.train_file, args.validation_file, args.test_file
-        data = [load_files(*files, args.sentence_keys, args.label_key)]
+        data = [glue.load_files(*files, args.sentence_keys, args.label_key)]
     else:
-        data = [load_task(name, args.dataset_path) for name in args.task_name]
+        data = [glue.load_task(name, args.dataset_path) for name in args.task_name]
     folder = Path(training.output_dir)
     folders = {folder / one.name if len(data) > 1 else folder: one for one in data}
     for folder, one in folders.items():

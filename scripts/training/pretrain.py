@@ -32,14 +32,8 @@ from tnn_programs.data.corpus import load_corpus, workers_for
 from tnn_programs.data.genome import build_genome_streams
 from tnn_programs.data.mixture import open_corpus
 from tnn_programs.data.streaming import TextStream, build_text_streams
+from tnn_programs.training import costs
 from tnn_programs.training.accelerate_loop import Pretraining, perplexity
-from tnn_programs.training.costs import (
-    blocks_of_process,
-    choose_micro_batch,
-    describe_costs,
-    measure_step,
-    reserved_memory,
-)
 from tnn_programs.training.models import build_config, build_model
 from tnn_programs.training.optimizers import try_schedule
 from tnn_programs.training.passes import compile_blocks, summed_loss, warn_of_bfloat16
@@ -97,9 +91,7 @@ def check_before_start(args: PretrainArguments):
         check_run(folder, args.overwrite_output_dir or continues(output_dir, resumed))
 
 
-def build_tokenizer(
-    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset | None
-) -> PreTrainedTokenizerBase:
+def build_tokenizer(args: PretrainArguments, accelerator: Accelerator, config, texts) -> PreTrainedTokenizerBase:
     """The tokenizer of the checkpoint, the one named, or one trained on `texts`, or without texts that of DNA.
 
     `config` gets its special tokens. A ValueError if it has more tokens than the model, or no mask token if needed.
@@ -142,11 +134,8 @@ def build_stream(
         workers = workers_for(texts) if workers is None else workers
         blocks = pack(texts, tokenizer, args.block_size, masked, split, workers)
     if len(blocks) == 0:
-        size = args.block_size
-        raise ValueError(
-            f"The {split} text is shorter than one block of {size} tokens. Give a longer text or a smaller "
-            "--block_size."
-        )
+        short = f"The {split} text is shorter than one block of {args.block_size} tokens"
+        raise ValueError(f"{short}. Give a longer text or a smaller --block_size.")
     if split == "validation" and args.max_eval_blocks is not None:
         blocks = blocks.select(range(min(args.max_eval_blocks, len(blocks))))
     return BlockStream(blocks, tokenizer, masked, args.mlm_probability, args.seed, shuffle=split == "train")
@@ -176,7 +165,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     config = build_config(args)
     processes, resumed = accelerator.num_processes, args.resume_from_checkpoint
     if args.global_batch_tokens is not None:
-        blocks_of_process(args, processes)  # before the text is read
+        costs.blocks_of_process(args, processes)  # before the text is read
     saved = None if resumed is None else read_object(Path(resumed) / STATE).get("fingerprint")
     if (line := choose_schedule(args, config, saved)) is not None:
         logger.info("%s", line)
@@ -190,7 +179,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
         f"process{'' if processes == 1 else 'es'}, {accelerator.device.type}"
     )
     if args.global_batch_tokens is not None:
-        logger.info("%s", choose_micro_batch(args, accelerator, model))
+        logger.info("%s", costs.choose_micro_batch(args, accelerator, model))
     compile_blocks(args, accelerator, model)
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
     if resumed is not None:
@@ -235,7 +224,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "distributed_type": accelerator.distributed_type.value,
         "parameters_per_process": held_parameters(pretraining.model),
         "device": accelerator.device.type,
-        "peak_memory_gib": reserved_memory(accelerator.device),
+        "peak_memory_gib": costs.reserved_memory(accelerator.device),
         "torch_threads": torch.get_num_threads(),
         "evaluations": state.history,
         "unstable_layers": [str(layer) for layer in find_unstable(model)],
@@ -291,35 +280,29 @@ def report(metrics: dict, args: PretrainArguments):
     )
 
 
-def report_next_steps(metrics: dict, args: PretrainArguments):
-    """Log the commands that use the model."""
-    source = args.train_file or next(iter(args.dataset_name), None)
-    is_genome = source is not None and is_fasta(source)
-    kind = "causal" if args.objective == "clm" else "dna" if is_genome else "masked"
-    options = {"prompt": START_OF_GENE} if is_genome else {}
-    logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"], **options))
-
-
 def dry_run(args: PretrainArguments, accelerator: Accelerator):
     """Log the size, the tokens, the time and the memory of the run."""
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
-        line = choose_micro_batch(args, accelerator, model)
+        line = costs.choose_micro_batch(args, accelerator, model)
         ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
         loss = lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm")  # noqa: E731
-        seconds, memory = measure_step(model, {"input_ids": ids, "labels": ids}, accelerator, loss)
+        seconds, memory = costs.measure_step(model, {"input_ids": ids, "labels": ids}, accelerator, loss)
     passes, processes = args.gradient_accumulation_steps, accelerator.num_processes
     device = f"{processes} x {accelerator.device.type}"
     tokens = ids.numel() * passes * processes
-    costs = describe_costs(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device)
-    logger.info("%s\n%s", line, costs)
+    size = model.num_parameters(), args.max_steps, tokens
+    logger.info("%s\n%s", line, costs.describe_costs(*size, seconds * passes, memory, device))
 
 
 def start(args: PretrainArguments):
-    """Train, save and publish as the options say, or measure a step with `--dry_run`."""
-    metrics = run(args)
-    if metrics is not None:
-        report_next_steps(metrics, args)
+    """Train, save and publish as the options say, or measure a step with `--dry_run`; log what is next."""
+    if (metrics := run(args)) is not None:
+        source = args.train_file or next(iter(args.dataset_name), None)
+        is_genome = source is not None and is_fasta(source)
+        kind = "causal" if args.objective == "clm" else "dna" if is_genome else "masked"
+        options = {"prompt": START_OF_GENE} if is_genome else {}
+        logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"], **options))
 
 
 def run(args: PretrainArguments) -> dict | None:

@@ -19,23 +19,14 @@ from tnn_programs.cli.errors import UserError
 
 import torch
 import transformers
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    RepoUrl,
-    SpaceCard,
-    SpaceCardData,
-    create_repo,
-    upload_folder,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl, SpaceCard, SpaceCardData
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from modeling_tnn import __version__
-from tnn_programs.cli.atomic import write_json
+from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.card_options import build_publishing_parser
 from tnn_programs.cli.model_path import load
 from tnn_programs.training import card_inputs
@@ -107,13 +98,13 @@ def stage(args: argparse.Namespace, target: Path):
 def stage_card(card: Path, folder: Path, target: Path, max_shard_size: str) -> tuple[str, Path]:
     """Write the model in `folder` with its finished card to `target`; the name of its repository, and `target`."""
     model = card_inputs.load(folder)
-    figures = card_inputs.read_json(card / card_inputs.INPUTS["metrics"])
-    found = card_inputs.read_metrics(card_inputs.read_json(card_inputs.metrics_file(folder)))
+    figures = read_json(card / card_inputs.INPUTS["metrics"])
+    found = card_inputs.read_metrics(read_json(card_inputs.metrics_file(folder)))
     if found != figures:
         different = sorted(name for name in found | figures if found.get(name) != figures.get(name))
         raise ValueError(f"The model in {folder} is not that of {card}: their {', '.join(different)} differ")
     shutil.copytree(card, target)
-    settings = card_inputs.read_json(card / card_inputs.INPUTS["card"])
+    settings = read_json(card / card_inputs.INPUTS["card"])
     write_json(target / card_inputs.INPUTS["card"], settings | {"published": True})
     (target / "README.md").write_text(render(target), encoding="utf-8")
     save(model, folder, target, max_shard_size)
@@ -131,11 +122,7 @@ def save(model: PreTrainedModel, folder: Path, target: Path, max_shard_size: str
 
 
 def write_space(folder: Path, repo_id: str, args: argparse.Namespace) -> Path:
-    """Write the files of the Space of the model `repo_id` to the new `folder`; return it.
-
-    Args:
-        args: with the licence, and what pip installs this package from.
-    """
+    """Write the files of the Space of the model `repo_id` to the new `folder`; return it."""
     folder.mkdir()
     name = repo_id.rpartition("/")[-1]
     about = {"title": name, "app_file": "app.py", "license": args.license, "models": [repo_id]}
@@ -218,7 +205,7 @@ def publishing_errors(folder: str | Path, command: str, lost: str = "Nothing was
 def open_repository(name: str | None, folder: str, private: bool | None) -> str:
     """Create or find the repository for a model, so that a PublishingError appears before the training."""
     try:
-        return create_repo(name or Path(folder).resolve().name, private=private, exist_ok=True).repo_id
+        return HfApi().create_repo(name or Path(folder).resolve().name, private=private, exist_ok=True).repo_id
     except (HTTPError, OSError, RuntimeError) as error:
         raise PublishingError(f"The repository cannot be opened for --push_to_hub: {error}") from error
 
@@ -230,5 +217,5 @@ def upload(folder: str, repository: str, model_type: str):
         run(build_publishing_parser().parse_args(given), shlex.join(["tnn", "push", *given]))
     else:
         with publishing_errors(folder, f"hf upload {repository} {folder}"):
-            upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)
+            HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)
     logger.info("uploaded to %s", repository)

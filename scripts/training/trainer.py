@@ -43,12 +43,10 @@ REFUSED = {
 @contextmanager
 def output_folder(training: TrainingArguments, dry_run: bool) -> Iterator[None]:
     """Lock the output folder for the block. A dry run gets a temporary folder."""
-    if dry_run:
-        with TemporaryDirectory() as training.output_dir:
-            yield
-    else:
-        with claim(Path(training.output_dir), main=training.process_index == 0):
-            yield
+    own = TemporaryDirectory() if dry_run else claim(Path(training.output_dir), main=training.process_index == 0)
+    with own as folder:
+        training.output_dir = str(folder)
+        yield
 
 
 def refuse(training: TrainingArguments, *names: str):
@@ -133,12 +131,8 @@ def train_classifier(
 ):
     """Train, save, evaluate, and write `all_results.json`, a line for each test and the next commands.
 
-    The results have `TEST_accuracy` and `TEST_majority`, the accuracy of always answering the largest class.
-
-    Args:
-        labels: the classes of the training data (`train`) and of the tests.
-        compared: options that a run to resume must agree with.
-        about: more fields of the results.
+    The results have `TEST_accuracy` and `TEST_majority`, the accuracy of always answering the largest class, and the
+    fields `about`. `labels` are the classes of `train` and of the tests. A run to resume has the same `compared`.
     """
     if args.dry_run:
         dry_run(trainer)

@@ -29,7 +29,7 @@ def test_ends():
     for documents, ends in (("rows", range(8)), ("lines", ()), ("headings", (5, 7)), ("book", (2, 7)),
                             ("book,part", (2, 4, 7)), (None, (5, 7))):  # fmt: skip
         assert document_ends(rows, "text", documents).nonzero()[0].tolist() == list(ends)
-    with pytest.raises(ValueError, match=r"--documents must be rows, lines, headings or columns among .*, got books"):
+    with pytest.raises(ValueError, match=r"--documents must be rows, lines, headings or some of .*, got books"):
         document_ends(rows, "text", "books")
 
 
@@ -176,7 +176,7 @@ def test_text_is_not_lost_without_a_word(way, name, content, message, tmp_path):
 
 
 def test_a_stream_is_damaged_beyond_what_is_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("tnn_programs.data.corpus.CHECKED_OF_STREAM", 1000)
+    monkeypatch.setattr("tnn_programs.cli.text_files.CHECKED_OF_STREAM", 1000)
     for name, content in {
         "a.txt.gz": gzip.compress(LINES * 400)[:-900],
         "a.csv": b"text\n" + b"a\n" * 20_000 + b"b,c\n",

@@ -170,8 +170,6 @@ def hub(monkeypatch):
     with HubServer() as server:
         api = huggingface_hub.HfApi(endpoint=server.url, token=TOKEN)
         monkeypatch.setattr("tnn_programs.training.publishing.HfApi", lambda: api)
-        monkeypatch.setattr("tnn_programs.training.publishing.create_repo", api.create_repo)
-        monkeypatch.setattr("tnn_programs.training.publishing.upload_folder", api.upload_folder)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
@@ -224,7 +222,7 @@ def test_pretraining_without_a_network(hub, tmp_path, monkeypatch):
     command += ["--checkpointing_steps", 2, "--hub_private_repo"]
     hub.on_upload = hang_up
     with monkeypatch.context() as patched:
-        patched.setattr("tnn_programs.training.publishing.create_repo", NOWHERE.create_repo)
+        patched.setattr("tnn_programs.training.publishing.HfApi", lambda: NOWHERE)
         is_refused("repository cannot be opened for --push_to_hub: .*Connect", *command, "--push_to_hub")
     assert not (out / "metrics.json").exists()
     is_refused(r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out", *command, "--push_to_hub")
