@@ -106,12 +106,7 @@ def check_writable(file: Path):
 
 
 def check_overwriting(folder: Path, overwrite: bool, source: str | Path | None = None):
-    """Refuse to write a model over another one.
-
-    Args:
-        overwrite: whether `--overwrite_output_dir` was given.
-        source: the folder or file of the model that the run reads. It is never replaced.
-    """
+    """Refuse to write a model over another one, unless to `overwrite` it, and over the `source` that is read."""
     read = None if source is None else Path(source).resolve()
     if read is not None and (read == folder.resolve() or read in (path.resolve() for path in folder.glob(WEIGHTS))):
         raise ValueError(f"The output folder must not hold the model that is read, {source}, got {folder}")
@@ -171,9 +166,7 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
 
 
 @contextmanager
-def _written(
-    hidden: Path, target: Path, accelerator: "Accelerator | None", publish: Callable[[Path], None]
-) -> Iterator[Path]:
+def _written(hidden: Path, target: Path, accelerator: "Accelerator | None", publish: Callable) -> Iterator[Path]:
     """A folder that all processes of an accelerator write to, and that the main one flushes to disk and publishes.
 
     If anything fails, it is removed; what has to do with the disk is a SavingError.
@@ -236,4 +229,8 @@ def _flush(path: Path):
 
 
 def read_json(file: Path):
-    return json.loads(file.read_text(encoding="utf-8"))
+    """The contents of a JSON file; ValueError if the file is missing or not JSON."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as a JSON file: {error}") from error

@@ -54,12 +54,9 @@ COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 
 def next_steps(folder: str, kind: str, unstable: Sequence[object] = (), prompt: str = "In the beginning") -> str:
-    """The next commands for the model in `folder`, one on each line.
+    """The next commands for the model in `folder`, of a kind of `FIRST_STEP`, one on each line.
 
-    Args:
-        kind: causal, masked, dna (a masked model of it) or classifier.
-        unstable: layers with poles outside the unit circle. The text begins with what they prevent.
-        prompt: what a causal model is to continue.
+    Of `unstable` layers, which have poles outside the unit circle, it says before what they prevent.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]

@@ -24,12 +24,9 @@ TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 def start(options: type, description: str, program: str, *needed: str, **defaults):
-    """Read the command line of a program that trains, and call `run` of its module in `training`.
+    """Read the command line of a program that trains, with a dataclass of `options` and other `defaults` of Trainer.
 
-    Args:
-        options: a dataclass.
-        needed: see `importing`.
-        defaults: see `training_options`.
+    Then call `run` of its module in `training`, which needs the packages of `importing`.
     """
     args, given = parse_arguments([options, training_options(**defaults)], description)
     with importing("training", *needed):

@@ -206,14 +206,10 @@ class Values(yaml.SafeLoader):
 Values.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
-def parse_overrides(
-    text: str | None, known: "PreTrainedConfig | None" = None, option: str = "--config_overrides"
-) -> dict:
+def parse_overrides(text: str | None, known: Any = None, option: str = "--config_overrides") -> dict:
     """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
 
-    Args:
-        known: a configuration that has the fields; a `TnnConfig` unless given.
-        option: what the user gave the overrides to.
+    `known`, a `TnnConfig` unless given, has the fields; `option` is what the user gave the overrides to.
     """
     if known is None:
         with importing():

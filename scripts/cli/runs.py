@@ -87,12 +87,9 @@ def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
 
 
 def check_run(output_dir: Path, overwrite: bool, resumed: str | None = None, source: str | Path | None = None):
-    """Refuse a run that would overwrite another one, unless it resumes it.
+    """Refuse a run that would overwrite another one, unless it resumes it, or the model `source` that it starts from.
 
-    Args:
-        overwrite: whether `--overwrite_output_dir` was given.
-        resumed: the value of `--resume_from_checkpoint`.
-        source: the folder of the model that the run starts from.
+    `overwrite` and `resumed` are the values of `--overwrite_output_dir` and `--resume_from_checkpoint`.
     """
     found = checkpoints(output_dir)
     resumes = bool(found) if resumed == "auto" else resumed == "latest" or continues(output_dir, resumed)

@@ -6,6 +6,8 @@ from types import MappingProxyType
 # Tokens are drawn from the likeliest ones of this mass, at this temperature, or as a `generation_config.json` says.
 TEMPERATURE, TOP_P = 1.0, 0.95
 
+NOTHING = MappingProxyType({})
+
 # Colder is greedy: scores that are divided by less exceed all numbers.
 COLDEST = 1e-5
 
@@ -13,9 +15,7 @@ COLDEST = 1e-5
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def sampling(
-    temperature: float | None = None, top_p: float | None = None, of_model: Mapping = MappingProxyType({})
-) -> dict:
+def sampling(temperature: float | None = None, top_p: float | None = None, of_model: Mapping = NOTHING) -> dict:
     """The options of `generate` for one text, token after token; a temperature of 0, or about 0, is greedy.
 
     `of_model` are the fields of sampling that the `generation_config.json` of a model gives.
@@ -46,12 +46,9 @@ def given_sampling(options: Mapping) -> dict:
 
 
 def with_sampling(options: dict, is_plain: bool, of_model: Mapping) -> dict:
-    """The options of `generate`, with sampling unless they ask for the likeliest tokens.
+    """The options of `generate`, with sampling, as `of_model`, unless they ask for the likeliest tokens.
 
-    Args:
-        is_plain: whether the options choose one token after the other, and not by beams or the like, which are as
-            transformers has them unless sampling is asked for.
-        of_model: see `sampling`.
+    Those that are not plain, of beams and the like, are as transformers has them unless they ask for sampling.
     """
     given = given_sampling(options)
     others = {name: value for name, value in options.items() if name not in OF_SAMPLING}

@@ -103,9 +103,8 @@ def is_fasta(file: str) -> bool:
 
 def looks_like_file(source: str) -> bool:
     """Whether a source is a local file, not a folder or a Hub id."""
-    return not Path(source).is_dir() and (
-        Path(source).is_file() or Path(source).suffix.lower() in BUILDERS or is_fasta(source)
-    )
+    path = Path(source)
+    return not path.is_dir() and (path.is_file() or path.suffix.lower() in BUILDERS or is_fasta(source))
 
 
 def check_source(source: str):

@@ -264,13 +264,9 @@ class PretrainArguments(GroupArguments, GenomeArguments):
 
 
 def choose_schedule(args: PretrainArguments, config: "PreTrainedConfig", resumed: dict | None = None) -> str | None:
-    """Set the rate and the schedule of `args` that were not given.
+    """Set the rate and the schedule of `args` that were not given: as of the run that is `resumed`, or of the preset.
 
-    Args:
-        resumed: the settings of the run that is resumed, which come before those of the preset.
-
-    Returns:
-        A line that says which rate was taken and from where; None if it was given.
+    Return a line that says which rate was taken and from where; None if it was given.
     """
     chosen, source = dict(DEFAULT_SCHEDULE), "given"
     if args.learning_rate is None:

@@ -23,10 +23,8 @@ def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[Geno
     else:
         windows = [window for window in windows if window[2] in (None, "train")]
         validation = windows_of(held, whole(held), size)
-    weight = args.soft_masked_weight
-    train = GenomeStream(
-        genome, windows, *given, reverse_complement=args.reverse_complement, soft_masked_weight=weight
-    )
+    weight, strands = args.soft_masked_weight, args.reverse_complement
+    train = GenomeStream(genome, windows, *given, reverse_complement=strands, soft_masked_weight=weight)
     evaluated = GenomeStream(held, validation, *given, shuffle=False, soft_masked_weight=float(weight == 1))
     evaluated.blocks = evaluated.blocks[: args.max_eval_blocks]
     for split, stream in (("train", train), ("validation", evaluated)):

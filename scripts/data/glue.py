@@ -94,9 +94,7 @@ def load_task(name: str, path: str | None = None) -> TaskData:
     return data
 
 
-def load_files(
-    train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = (), label_key="label"
-) -> TaskData:
+def load_files(train: str, validation: str, test: str | None = None, sentence_keys=(), label_key="label") -> TaskData:
     """CSV, JSON or parquet files with a column of labels and one or two columns of text, `sentence_keys`.
 
     Labels are classes (text or whole numbers), or values to predict (other numbers). Unless given, `find_sentences`
@@ -150,9 +148,8 @@ def name_labels(splits: DatasetDict, sources: dict[str, str], key: str):
                 "names that of the labels, --sentence1_key and, for pairs, --sentence2_key those of text."
             )
         if key in names and key != "label":
-            splits[split] = rows.select_columns([name for name in names if name != "label"]).rename_column(
-                key, "label"
-            )
+            kept = [name for name in names if name != "label"]
+            splits[split] = rows.select_columns(kept).rename_column(key, "label")
 
 
 def with_columns(data: TaskData, sources: dict[str, str], sentence_keys: tuple[str, ...], label_key: str) -> TaskData:

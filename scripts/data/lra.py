@@ -65,13 +65,8 @@ def listops_samples(count: int, seed: int, shorter: int = SHORTER, longer: int =
 
     A node at depth d (the root has depth 1) is an operator with probability 0.25 if d < 10, otherwise a digit. MIN,
     MAX, MED (the integer part of the median) and SM (the sum modulo 10) are equally likely. Each has 2 to 10
-    arguments, nodes at depth d + 1, and is written `[OP arg .. arg ]`.
-
-    Args:
-        shorter, longer: bounds of the number of tokens, both excluded.
-
-    Returns:
-        `source` (tokens with spaces between), `target` and `length` of each.
+    arguments, nodes at depth d + 1, and is written `[OP arg .. arg ]`. A sample has more than `shorter` tokens and
+    fewer than `longer`: `source`, with spaces between them, its `target` and its `length`.
     """
     rng, seen = random.Random(seed), set()  # noqa: S311
     while len(seen) < count:
@@ -289,12 +284,8 @@ def load_task(
 ) -> tuple[Task, DatasetDict]:
     """A task and its encoded splits train, validation (see `Task.held_out` if there is none) and test.
 
-    Args:
-        source: a Hub id or a folder; None for the usual source, or for generated data.
-        rows: largest number of rows in the train split (generated splits have others in proportion).
-        max_length: largest number of tokens, if not that of the task; of pixels, a size that the task has.
-        eval_rows: largest number of rows in the other splits.
-        pair_column: `column` of `load_retrieval`.
+    The arguments are the options of `tnn lra`. Training has at most `rows` rows, generated splits others in
+    proportion, and the others at most `eval_rows`.
     """
     task = TASKS[name]
     if max_length is not None:

@@ -139,9 +139,8 @@ class Mixture:
     def describe(self) -> dict:
         """Return the settings that the order of the rows depends on, besides the seed."""
         skipped = [f"{source}/{part}: {rows}" for (source, part), rows in sorted(self.skipped.items())]
-        return {name: getattr(self, name) for name in ("names", "weights", "documents", "parts")} | {
-            "held_out": skipped
-        }
+        settings = {name: getattr(self, name) for name in ("names", "weights", "documents", "parts")}
+        return settings | {"held_out": skipped}
 
     def _check(self, name: str, source: IterableDataset):
         try:

@@ -53,9 +53,7 @@ def build_text_streams(
     return stream, BlockStream(held, tokenizer, masked, args.mlm_probability, args.seed, shuffle=False)
 
 
-def hold_out(
-    mixture: Mixture, count: int, tokenizer: PreTrainedTokenizerBase, block_size: int, masked: bool
-) -> np.ndarray:
+def hold_out(mixture: Mixture, count: int, tokenizer, block_size: int, masked: bool) -> np.ndarray:
     """The first blocks of the parts of each source, `count` in all. The mixture skips their rows from now on.
 
     They are divided by the weights of the sources, and evenly over the parts. The last of these rows may have more
@@ -248,9 +246,8 @@ class _Pieces(torch.utils.data.IterableDataset):
             begun = {part: state for part, state in present.items() if sent.get(part) != state}
             sent |= begun
             empty = [torch.empty(0, stream.block_size, dtype=torch.long)]  # there may be no examples
-            tensors = {
-                name: torch.cat(empty + [one[name][None] for one in examples]) for name in ("input_ids", "labels")
-            }
+            names = ("input_ids", "labels")
+            tensors = {name: torch.cat(empty + [one[name][None] for one in examples]) for name in names}
             yield tensors | {"numbers": torch.tensor(numbers, dtype=torch.long), "states": begun}
 
     def _example(self, reader: PartReader, number: int) -> dict[str, torch.Tensor]:

@@ -15,15 +15,10 @@ from modeling_tnn.serving.logprobs import INCOMPLETE
 
 
 class Pieces:
-    """Decodes tokens as they come.
+    """Decodes tokens as they come, after those of the `context`, whose text is not part of the pieces."""
 
-    Args:
-        context: the tokens before, whose text is not part of the pieces.
-        skip_special_tokens: whether special tokens have no text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int], skip_special_tokens: bool = True):
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int]):
+        self._tokenizer = tokenizer
         self._context, self._new = list(context), []
         self._before = self._decode(self._context)
 
@@ -51,15 +46,11 @@ class Pieces:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 class PieceStreamer(TextStreamer):
-    """Prints the text of a generation as `Pieces`: the whole text is that of the tokens after the prompt.
-
-    Attributes:
-        text: what has been written so far, without the prompt.
-    """
+    """Prints the `text` of a generation as `Pieces`: the whole text is that of the tokens after the prompt."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool = False, **options):
         super().__init__(tokenizer, skip_prompt, skip_special_tokens=True, **options)

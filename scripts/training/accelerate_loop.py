@@ -163,7 +163,10 @@ class Pretraining:
                     raise StopRequested
                 if pauses:
                     self._stop_clock()
-                    self._between_steps()
+                    if self._is_due(args.eval_steps):
+                        self.record_evaluation()
+                    if self._is_due(args.checkpointing_steps):
+                        self.save_checkpoint()
                     self._start_clock()
 
     def _train_step(self, batches: list[dict[str, torch.Tensor]]):
@@ -309,12 +312,6 @@ class Pretraining:
         self._start_clock()
         self.state.train_seconds += self._started[0] - wall
         self.state.train_cpu_seconds += self._started[1] - cpu
-
-    def _between_steps(self):
-        if self._is_due(self.args.eval_steps):
-            self.record_evaluation()
-        if self._is_due(self.args.checkpointing_steps):
-            self.save_checkpoint()
 
     def record_evaluation(self) -> float:
         """Evaluate, log the result, and save the model in `best/` if it is the best so far."""

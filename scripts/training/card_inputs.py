@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
 from tnn_programs.cli import model_path
-from tnn_programs.cli.atomic import write_json
+from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.model_path import check_model_path
 
 # Names of inputs -> their files in the folder of a card.
@@ -68,14 +67,6 @@ FIGURES = {
     "tokens": ("tokens seen in training", "{:,}", False),
     "train_seconds": ("seconds of training", "{:,.0f}", False),
 }
-
-
-def read_json(path: Path) -> dict:
-    """The contents of a JSON file; ValueError if the file is missing or not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as a JSON file: {error}") from error
 
 
 def check_folder(target: Path, folder: Path):
@@ -181,9 +172,8 @@ def read_metrics(report: dict) -> dict:
     for split in ("validation", "test"):
         if f"{split}_accuracy" in report:
             plain |= {"accuracy": report[f"{split}_accuracy"], "split": split}
-    return {
-        name: plain[name] for name in (*FIGURES, "text", "split") if isinstance(plain.get(name), int | float | str)
-    }
+    named = (*FIGURES, "text", "split")
+    return {name: plain[name] for name in named if isinstance(plain.get(name), int | float | str)}
 
 
 def read_training_arguments(report: dict) -> dict:

@@ -176,9 +176,8 @@ def tables(results: list[dict]) -> str:
     titles = columns_of(results)
     if "bits_per_byte" not in results[0]:
         return "perplexity of hidden tokens\n\n" + by_length(results, titles, lambda r: f"{r['perplexity']:.2f}")
-    text = "perplexity (bits per byte)\n\n" + by_length(
-        results, titles, lambda r: f"{r['perplexity']:.2f} ({figure_text(r, 'bits_per_byte', '.3f')})"
-    )
+    both = by_length(results, titles, lambda r: f"{r['perplexity']:.2f} ({figure_text(r, 'bits_per_byte', '.3f')})")
+    text = f"perplexity (bits per byte)\n\n{both}"
     if differing := [result for result in results if "over_first" in result]:
         compared = {(r["model"], r["stride"]): titles[r["model"], r["stride"]] for r in differing}
         cells = by_length(differing, compared, lambda r: figure_text(r, "over_first", "+.3f"))

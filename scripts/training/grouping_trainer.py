@@ -17,13 +17,10 @@ from tnn_programs.training.processes import StopRequest
 
 
 class GroupingTrainer(Trainer):
-    """Trainer with parameters that have settings of their own.
+    """Trainer with parameters that have settings of their own, see `GroupArguments.groups`.
 
     It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False. A language model
     skips its logits in training.
-
-    Args:
-        groups: see `GroupArguments.groups`.
     """
 
     def __init__(self, model, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
@@ -66,10 +63,7 @@ class StopCallback(TrainerCallback):
     """A callback that ends a Trainer's run with a checkpoint, after the step in which a process got a signal.
 
     Trainer's own `enable_jit_checkpoint` saves before the optimizer's step, and each process at another step. After it
-    the run looks finished.
-
-    Args:
-        run: what the checkpoints say of the run that they belong to, see `describe_training`.
+    the run looks finished. Checkpoints have `run`, which `describe_training` returns.
     """
 
     def __init__(self, stop: StopRequest, run: dict):

@@ -10,8 +10,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from modeling_tnn.configuration_tnn import TnnConfig
+from tnn_programs.cli.atomic import read_json
 from tnn_programs.cli.tables import format_metric
-from tnn_programs.training.card_inputs import DATA_OPTIONS, FIGURES, INPUTS, PIPELINES, RECIPE, read_json
+from tnn_programs.training.card_inputs import DATA_OPTIONS, FIGURES, INPUTS, PIPELINES, RECIPE
 
 # The folder is inside an installed package, or beside it in a clone.
 _FOLDERS = [Path(__file__).resolve().parents[level] / "model_cards" for level in (1, 2)]

@@ -22,8 +22,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al. 2024) makes the step of a matrix close to orthogonal. PyTorch's "match_rms_adamw" scales it to
     the size of a step of AdamW (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and weight decay serve
-    both. As PyTorch's fused optimizers do, it skips a step on the device if `found_inf`, a tensor
-    there, is 1.
+    both. As PyTorch's fused optimizers do, it skips a step on the device if `found_inf`, a tensor there, is 1.
     """
 
     def __init__(self, matrices: list[dict], others: list[dict], lr: float, betas: tuple[float, float], eps: float):

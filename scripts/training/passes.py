@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from modeling_tnn.compile.regions import compile_regions
@@ -44,14 +44,10 @@ def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], causal: bo
     return model(input_ids=batch["input_ids"], **({"use_cache": False} if causal else {})).logits
 
 
-def summed_loss(
-    model: torch.nn.Module, config: PreTrainedConfig, batch: dict[str, torch.Tensor], causal: bool
-) -> torch.Tensor:
+def summed_loss(model: torch.nn.Module, config, batch: dict[str, torch.Tensor], causal: bool) -> torch.Tensor:
     """The sum of the losses of a batch with labels; of a TNN without the logits of the whole batch.
 
-    Args:
-        model: in training mode, maybe wrapped for several devices.
-        config: the configuration of the model inside.
+    The model may be wrapped for several devices; `config` is that of the one inside.
     """
     if isinstance(config, TnnConfig):
         options = {"num_items_in_batch": 1, "skip_logits": True} | ({"use_cache": False} if causal else {})
@@ -62,8 +58,7 @@ def summed_loss(
 def try_passes(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):
     """Compute two passes of `size` random blocks, the second with the gradients of the first, in this process alone.
 
-    Args:
-        model: not prepared by the accelerator; it moves to the device.
+    The model is not prepared by the accelerator yet; it moves to the device.
     """
     device = accelerator.device
     model.train().to(device)

@@ -127,13 +127,16 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.o
     if mesh is not None:  # of a ParallelismConfig
         mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     shard_operators(model, mesh, reshards)
-    for group, own in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [model.get_parameter(name) for name in own]
+    give_parameters(optimizer, model, groups)
     model, optimizer, *others = accelerator.prepare(model, optimizer, *others)
     # accelerate tells parameters apart by the address of their shard. Empty shards have none.
+    give_parameters(optimizer, model, groups)
+    return model, optimizer, *others
+
+
+def give_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: list[list[str]]):
     for group, own in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [model.get_parameter(name) for name in own]
-    return model, optimizer, *others
 
 
 def shard_operators(model: torch.nn.Module, mesh: DeviceMesh | None, reshards: bool):
@@ -165,9 +168,8 @@ class TableReader(pickle.Unpickler):
     """Reads the table of a sharded checkpoint, and refuses what it does not need."""
 
     def find_class(self, module: str, name: str):
-        if name in OF_TABLES.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
+        if is_dtype or name in OF_TABLES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"the table of shards must hold sizes and places only, got {module}.{name}")
 

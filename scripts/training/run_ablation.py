@@ -1,7 +1,6 @@
 """Train variants of a small language model and compare their validation perplexity."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
@@ -17,14 +16,12 @@ from transformers import (
 )
 
 from modeling_tnn.data.text import pack, tokenize, train_tokenizer
+from tnn_programs.cli.task_arguments import ComparisonArguments
 from tnn_programs.data.corpus import load_corpus
 from tnn_programs.training.comparing import Task, compare
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.passes import token_losses
 from tnn_programs.training.scoring import batches, score_tokens
-
-if TYPE_CHECKING:
-    from tnn_programs.cli.task_arguments import ComparisonArguments
 
 MASK_PROBABILITY = 0.15
 IGNORED = -100
@@ -66,7 +63,7 @@ class TextTask(Task):
 
     metric = "perplexity"
 
-    def __init__(self, args: "ComparisonArguments", training: TrainingArguments):
+    def __init__(self, args: ComparisonArguments, training: TrainingArguments):
         config = args.base_config()
         corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
         self.tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
@@ -104,6 +101,6 @@ class ByteTask(TextTask):
         return math.log2(super().score(trainer, length)) * len(self.validation) / size
 
 
-def run(args: "ComparisonArguments", training: TrainingArguments):
+def run(args: ComparisonArguments, training: TrainingArguments):
     """Train all variants by each learning rate and seed."""
     compare(args, training, TextTask)

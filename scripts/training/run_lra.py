@@ -1,6 +1,6 @@
 """Train and evaluate a classifier on a task of the Long Range Arena."""
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from datasets import load_dataset
@@ -19,16 +19,14 @@ from modeling_tnn.tools.sequence_pairs import (
     TnnForSequencePairClassification,
 )
 from tnn_programs.cli.parser import load_config, parse_overrides
+from tnn_programs.cli.task_arguments import ClassifierArguments
 from tnn_programs.data.lra import Task, encode_split, limit, load_task
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.peers import modernbert_like
 from tnn_programs.training.trainer import accuracy, classifier_run, train_classifier
 
-if TYPE_CHECKING:
-    from tnn_programs.cli.task_arguments import ClassifierArguments
 
-
-def build_config(args: "ClassifierArguments", task: Task) -> TnnConfig:
+def build_config(args: ClassifierArguments, task: Task) -> TnnConfig:
     """The configuration of the preset with the changes of the task and the command line."""
     sizes = {"vocab_size": task.vocab_size, "num_labels": task.num_labels}
     if args.max_length is not None:
@@ -36,7 +34,7 @@ def build_config(args: "ClassifierArguments", task: Task) -> TnnConfig:
     return load_config(args.config_name, sizes, parse_overrides(args.config_overrides))
 
 
-def build_model(args: "ClassifierArguments", config: TnnConfig) -> PreTrainedModel:
+def build_model(args: ClassifierArguments, config: TnnConfig) -> PreTrainedModel:
     if args.transformer:
         config = modernbert_like(config)
     if args.task != "retrieval":
@@ -45,35 +43,27 @@ def build_model(args: "ClassifierArguments", config: TnnConfig) -> PreTrainedMod
     return build(config)
 
 
-def collate_pairs(tokenizer):
+def collate_pairs(tokenizer, rows: list[dict]) -> dict[str, torch.Tensor]:
     """The batch of rows whose `input_ids` are two sequences each."""
-
-    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-        texts = [{"input_ids": ids} for row in rows for ids in row["input_ids"]]
-        batch = tokenizer.pad(texts, return_tensors="pt")
-        pairs = {key: batch[key].unflatten(0, (-1, 2)) for key in ("input_ids", "attention_mask")}
-        return pairs | {"labels": torch.tensor([row["labels"] for row in rows])}
-
-    return collate
+    texts = [{"input_ids": ids} for row in rows for ids in row["input_ids"]]
+    batch = tokenizer.pad(texts, return_tensors="pt")
+    pairs = {key: batch[key].unflatten(0, (-1, 2)) for key in ("input_ids", "attention_mask")}
+    return pairs | {"labels": torch.tensor([row["labels"] for row in rows])}
 
 
-def collate_values(mean: float, deviation: float):
+def collate_values(mean: float, deviation: float, rows: list[dict]) -> dict[str, torch.Tensor]:
     """The batch of pictures whose grey values are read as numbers `(B, L, 1)`."""
-
-    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-        batch = default_data_collator(rows)
-        return {"input_values": (batch["input_ids"][..., None] - mean) / deviation, "labels": batch["labels"]}
-
-    return collate
+    batch = default_data_collator(rows)
+    return {"input_values": (batch["input_ids"][..., None] - mean) / deviation, "labels": batch["labels"]}
 
 
-def build_collator(args: "ClassifierArguments", tokenizer, grey: tuple[float, float] | None):
+def build_collator(args: ClassifierArguments, tokenizer, grey: tuple[float, float] | None):
     if tokenizer is None:
-        return default_data_collator if grey is None else collate_values(*grey)
-    return collate_pairs(tokenizer) if args.task == "retrieval" else DataCollatorWithPadding(tokenizer)
+        return default_data_collator if grey is None else partial(collate_values, *grey)
+    return partial(collate_pairs, tokenizer) if args.task == "retrieval" else DataCollatorWithPadding(tokenizer)
 
 
-def run(args: "ClassifierArguments", training: TrainingArguments):
+def run(args: ClassifierArguments, training: TrainingArguments):
     """Train, test and save."""
     with classifier_run(args, training):
         sizes = args.max_train_samples, args.max_length, args.max_eval_samples

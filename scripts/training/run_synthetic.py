@@ -1,7 +1,5 @@
 """Measure what causal models remember and find, in rows of tokens or of signals."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -9,13 +7,11 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
+from tnn_programs.cli.task_arguments import ComparisonArguments
 from tnn_programs.data.synthetic import IGNORED, Copying, Delay, DelayedTokens, Passkey, Recall, SelectiveCopying
 from tnn_programs.training.comparing import Task, compare
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.run_ablation import ByteTask
-
-if TYPE_CHECKING:
-    from tnn_programs.cli.task_arguments import ComparisonArguments
 
 ROWS = {"copying": Copying, "selective-copying": SelectiveCopying, "delay": DelayedTokens, "recall": Recall}
 ROWS |= {"passkey": Passkey}
@@ -43,23 +39,14 @@ def token_accuracy(predictions, labels) -> dict[str, float]:
     return {"accuracy": float((predictions[:, :-1] == labels[:, 1:])[counted].mean())}
 
 
-def delay_error(predictions, labels) -> dict[str, float]:
-    """The root mean square error relative to the signals."""
-    return {"error": float((((predictions - labels) ** 2).mean() / (labels**2).mean()) ** 0.5)}
-
-
-def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The likeliest tokens `(B, L)`; logits of all rows together would not fit."""
-    return logits.argmax(-1)
-
-
 class TokenTask(Task):
     """Rows of tokens: the accuracy on those to say."""
 
     metric, best = "accuracy", max
-    scores, reduced = staticmethod(token_accuracy), staticmethod(likeliest)
+    scores = staticmethod(token_accuracy)
+    reduced = staticmethod(lambda logits, labels: logits.argmax(-1))  # logits of all rows together would not fit
 
-    def __init__(self, args: "ComparisonArguments", training: TrainingArguments):
+    def __init__(self, args: ComparisonArguments, training: TrainingArguments):
         super().__init__(args, training, [args.positions, *args.longer])
 
     def data(self, count: int, seed: int, length: int) -> Dataset:
@@ -81,7 +68,12 @@ class TokenTask(Task):
 class SignalTask(TokenTask):
     """Signals to delay by one operator: the error."""
 
-    metric, best, scores, reduced = "error", min, staticmethod(delay_error), None
+    metric, best, reduced = "error", min, None
+
+    @staticmethod
+    def scores(predictions, labels) -> dict[str, float]:
+        """The root mean square error relative to the signals."""
+        return {"error": float((((predictions - labels) ** 2).mean() / (labels**2).mean()) ** 0.5)}
 
     def data(self, count: int, seed: int, length: int) -> Dataset:
         return Delay(count, seed, length, self.args.memory)
@@ -90,11 +82,11 @@ class SignalTask(TokenTask):
         return DelayModel(config)
 
 
-def begin(args: "ComparisonArguments", training: TrainingArguments) -> Task:
+def begin(args: ComparisonArguments, training: TrainingArguments) -> Task:
     """The task that the arguments name."""
     return (SignalTask if args.of_signals else ByteTask if args.name == "text" else TokenTask)(args, training)
 
 
-def run(args: "ComparisonArguments", training: TrainingArguments):
+def run(args: ComparisonArguments, training: TrainingArguments):
     """Train and score all models for all tasks."""
     compare(args, training, begin)

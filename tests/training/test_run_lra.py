@@ -182,7 +182,7 @@ def test_script_on_pictures(model, tmp_path):
     _, data = load_task("image", str(tmp_path))
     split = [*data["train"]["input_ids"], *data["validation"]["input_ids"]]
     assert sorted(split) == sorted(rows["pixels"]) and data["test"]["input_ids"][:] == rows["pixels"]
-    batch = run_lra.collate_values(*task.grey)([data["test"][0]])
+    batch = run_lra.collate_values(*task.grey, [data["test"][0]])
     whole = torch.tensor(rows["pixels"][:1])[..., None] / 255
     torch.testing.assert_close(batch["input_values"], (whole - 122.6 / 255) / (61.0 / 255))
 
