@@ -55,8 +55,6 @@ class SyntheticArguments(ComparisonArguments):
     length: int = 4000
     hidden_size: int = option(64, "Width of the model; for delay of a signal the number of channels.")
     num_hidden_layers: int = option(4, "Layers of the model; delay of a signal has one.")
-    rtf_initializer: str = option("montel", "Initial coefficients: zeros, xavier or montel.")
-    rtf_constraint: str | None = option(None, "l1_montel keeps poles in the unit circle.")
     max_train_samples: int = 10_000
     max_eval_samples: int = 1_000
 
@@ -132,7 +130,7 @@ class SyntheticArguments(ComparisonArguments):
         }
         if not self.variants:
             shared |= {"tno_type": "rtf", "rtf_num_denominators": 1}
-            shared |= {name: getattr(self, name) for name in ("rtf_initializer", "rtf_constraint")}
+            shared |= {"rtf_initializer": "montel", "rtf_constraint": None}
         return TnnConfig(**shared | fields)
 
 

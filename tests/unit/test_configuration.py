@@ -283,9 +283,9 @@ def test_a_maximum_at_load_changes_nothing(fields, tmp_path):
 def test_weights_of_another_operator_are_refused(tmp_path):
     """RPE and FD have the same names and shapes."""
     seeded(TnnModel, tiny_config("rpe")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="`tno_type` of these weights must be 'rpe', got 'fd'"):
+    with pytest.raises(ValueError, match="`tno_type` must be 'rpe' for these weights, got 'fd'"):
         TnnModel.from_pretrained(tmp_path, tno_type="fd")
-    with pytest.raises(ValueError, match="`tno_type` of these weights must be 'rpe', got 'fd'"):
+    with pytest.raises(ValueError, match="`tno_type` must be 'rpe' for these weights, got 'fd'"):
         TnnModel.from_pretrained(tmp_path, config=tiny_config("fd"))
 
 
