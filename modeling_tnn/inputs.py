@@ -12,7 +12,6 @@ Values are checked on the CPU only: on other devices, reading them is a device s
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.utils import TransformersKwargs
 
 from .numerics import compute_dtype, is_on_host, must_be_eager
@@ -62,9 +61,7 @@ def require_one(name: str, given: Any, inputs_embeds: Any):
         raise ValueError(f"Exactly one of `{name}` and `inputs_embeds` must be given, got {found}")
 
 
-def check_tokens(
-    input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module, config: PreTrainedConfig, input_values: Any = None
-):
+def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module, config, input_values: Any = None):
     """Check that the tokens fit the `embedding` of the model, which a user's module may wrap."""
     if input_values is not None:
         raise ValueError("`input_values` must be None for a model with input_channels=None, got values")

@@ -115,7 +115,6 @@ class ProgramParser(argparse.ArgumentParser):
         self.example = _as_called(f"Example:\n{example.group(1)}") if example else ""
         self.description = "\n\n".join(filter(None, (self.summary, self.example, self.rest)))
         self.groups = {title: self.add_argument_group(title) for title in (*SECTIONS, OF_TRAINER)}
-        self.classes = classes
         for one in classes:
             hints = get_type_hints(one)
             for field in dataclasses.fields(one):
@@ -138,11 +137,6 @@ class ProgramParser(argparse.ArgumentParser):
         if default is True:
             options = {"action": "store_false", "dest": field.name, "default": False}
             place.add_argument(f"--no_{field.name}", help=field.metadata.get("help"), **options)
-
-    def fill(self, found: argparse.Namespace) -> list:
-        """Instances of the dataclasses with the options that were found."""
-        return [one(**{field.name: getattr(found, field.name) for field in dataclasses.fields(one)})
-                for one in self.classes]  # fmt: skip
 
     def add_argument(self, *names, **options):
         name = names[0].removeprefix("--") if names else ""
@@ -253,12 +247,12 @@ def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
         raise ValueError(f"{name} cannot have the overrides {listed}: {' '.join(str(error).split())}") from error
 
 
-def parse_arguments(dataclasses: list[type], description: str) -> tuple:
-    """Instances of `dataclasses` from recipes and the command line, which overrides the recipes.
+def parse_arguments(classes: list[type], description: str) -> tuple:
+    """Instances of dataclasses from recipes and the command line, which overrides the recipes.
 
     A ValueError in their `__post_init__` ends the program with its message.
     """
-    parser = ProgramParser(dataclasses, description)
+    parser = ProgramParser(classes, description)
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME")
     options = underscored(sys.argv[1:])
     try:
@@ -268,10 +262,9 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
         options += ["--config_overrides", ",".join(overrides)] if len(overrides) > 1 else []
         found, unknown = parser.parse_known_args(options)
         parser.refuse(unknown)
-        filled = parser.fill(found)
+        return tuple(one(**{name: getattr(found, name) for name in one.__dataclass_fields__}) for one in classes)
     except ValueError as error:
         parser.error(str(error))
-    return tuple(filled)
 
 
 def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[str]:

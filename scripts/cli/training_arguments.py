@@ -149,9 +149,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
 
     dry_run: bool = False
     max_steps: int = 1000
-    global_batch_tokens: int | None = option(
-        None, "Tokens in a step of all devices. Rows of a pass are what fits a GPU (8 on a CPU) unless given."
-    )
+    global_batch_tokens: int | None = option(None, "Tokens in a step of all devices, in passes of what fits a GPU.")
     per_device_train_batch_size: int | None = None
     per_device_eval_batch_size: int = 8
     gradient_accumulation_steps: int | None = None
@@ -170,9 +168,7 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     seed: int = 0
 
     eval_steps: int | None = None
-    max_eval_blocks: int | None = option(
-        None, "Evaluate on the first N blocks. --streaming without validation data holds N out, 100 unless given."
-    )
+    max_eval_blocks: int | None = option(None, "Evaluate on the first N blocks; of a stream, 100 unless given.")
     logging_steps: int = 10
     checkpointing_steps: int | None = option(None, "Write checkpoint-STEP every N steps.")
     save_total_limit: int | None = None
@@ -336,8 +332,12 @@ def training_of(args: PretrainArguments, config: "PreTrainedConfig") -> tuple[Pr
     fits = preset is not None and preset.learning_rate is not None and preset.kind == KIND[args.objective]
     if fits and load_config(args.config_name).hidden_size == width:
         return preset, preset.source
-    rule = rule_of(width, config.model_type == "tnn")
-    return rule, f"by the rule for a width of {width}, not measured for this model"
+    rule = _read("training.yaml")["rule"]  # the rate falls with the width
+    rate = rule["learning_rate"] * rule["hidden_size"] / width
+    rate *= 1 if config.model_type == "tnn" else rule["other_models"]
+    schedule = {name: rule[name] for name in ("lr_scheduler_type", "warmup_steps")}
+    found = PresetTraining(name="", kind="", parameters=0, learning_rate=float(f"{rate:.2g}"), **schedule)
+    return found, f"by the rule for a width of {width}, not measured for this model"
 
 
 def read_presets() -> dict[str, PresetTraining]:
@@ -356,14 +356,6 @@ def find_training(config_name: str) -> PresetTraining | None:
         if config_name in (name, Path(name).name) or folder == (configuration_folder() / name).resolve():
             return preset
     return None
-
-
-def rule_of(hidden_size: int, is_tnn: bool) -> PresetTraining:
-    """Return the rule's settings for a model without a learning rate: the rate falls with the width."""
-    rule = _read("training.yaml")["rule"]
-    rate = rule["learning_rate"] * rule["hidden_size"] / hidden_size * (1 if is_tnn else rule["other_models"])
-    schedule = {name: rule[name] for name in ("lr_scheduler_type", "warmup_steps")}
-    return PresetTraining(name="", kind="", parameters=0, learning_rate=float(f"{rate:.2g}"), **schedule)
 
 
 def fine_tuning_of(hidden_size: int) -> tuple[float, str] | None:

@@ -224,9 +224,7 @@ def load_pathfinder(source: str | None, rows: int | None, max_length: int) -> Da
     return generate(pathfinder.samples, PATHFINDER_ROWS, rows, side=side)
 
 
-def generate(
-    samples: Callable, sizes: dict[str, int], rows: int | None, of_split: dict[str, dict] | None = None, **options
-) -> DatasetDict:
+def generate(samples: Callable, sizes: dict[str, int], rows: int | None, of_split=None, **options) -> DatasetDict:
     """The splits of generated `samples`, each by a seed: `rows` for training, the others in proportion.
 
     `options` are arguments of `samples`, `of_split` has further ones for each split.

@@ -78,9 +78,7 @@ def two_paths(rng: np.random.Generator, geometry: Geometry) -> tuple[np.ndarray,
     return None
 
 
-def grow_path(
-    rng: np.random.Generator, geometry: Geometry, dashes: int, start: np.ndarray | None, others: list[np.ndarray]
-) -> np.ndarray | None:
+def grow_path(rng, geometry: Geometry, dashes: int, start: np.ndarray | None, others: list) -> np.ndarray | None:
     """The two ends of each dash of a path that touches no others, `(dashes, 2, 2)`, or None if there was no room.
 
     `start` is its first point; a random one unless given.
@@ -104,9 +102,7 @@ def grow_path(
     return None
 
 
-def next_dash(
-    rng: np.random.Generator, geometry: Geometry, tip: np.ndarray, angle: float, path: list, occupied: np.ndarray
-) -> np.ndarray | None:
+def next_dash(rng, geometry: Geometry, tip: np.ndarray, angle: float, path: list, occupied) -> np.ndarray | None:
     """A dash from `tip` with a small turn that touches nothing, `(2, 2)`, or None if there was no room."""
     taken = np.concatenate([occupied, points_on(np.array(path[:-1]).reshape(-1, 2, 2), geometry)])
     border = geometry.radius + 1

@@ -80,16 +80,9 @@ class Text(BaseStreamer, StoppingCriteria):
         index: the number of the answer.
         prompt: the tokens before the text.
         stops: strings that end the text, and are not in it; a special token is one too.
-        news: gets this object after each token and at the end.
-        loop: the event loop of `news`; the running one unless given.
+        news: gets this object after each token and at the end, in the event `loop`, the running one unless given.
         echo: stands before the text.
         is_empty: leave out what is written. A text has one token at least, also where none is asked for.
-
-    Attributes:
-        request: that of the scheduler, set by who submits it.
-        offsets: where each token begins in the text.
-        times: of the beginning, and of each token, in seconds.
-        is_late: whether it has been cancelled because its time was over.
     """
 
     def __init__(
@@ -97,15 +90,15 @@ class Text(BaseStreamer, StoppingCriteria):
         news: asyncio.Queue, loop: asyncio.AbstractEventLoop | None = None, echo: str = "", is_empty: bool = False,
     ):  # fmt: skip
         self.index, self.stops, self.echo, self.is_empty = index, stops, echo, is_empty
-        self.request: Request | None = None
-        self.is_late, self._has_read = False, False
-        self.times = [time.perf_counter()]
+        self.request: Request | None = None  # set by who submits it
+        self.is_late, self._has_read = False, False  # late: its time was over
+        self.times = [time.perf_counter()]  # of the beginning, and of each token
         added = tokenizer.get_added_vocab() if stops else {}
         self._stop_ids = {added[stop] for stop in stops if stop in added}  # whose text is left out
         self._pieces = Pieces(tokenizer, prompt)
         # The text, how much of it was taken and may be taken, and the place of the first stop string.
         self._written, self._taken, self._ready, self._end = echo, 0, len(echo), None
-        self.offsets: list[int] = []
+        self.offsets: list[int] = []  # where each token begins in the text
         self._told = 0  # tokens
         self._loop, self._news = loop or asyncio.get_running_loop(), news
 

@@ -30,15 +30,7 @@ from tnn_programs.data.corpus import DEMO_CORPUS
 from tnn_programs.data.streaming import TextStream
 from tnn_programs.training.costs import flops_of_token, peak_of
 from tnn_programs.training.optimizers import build_optimizer, build_scheduler, decayed_parameters
-from tnn_programs.training.passes import (
-    CapturedStep,
-    count_targets,
-    logits_of,
-    recorder_for,
-    summed_loss,
-    token_losses,
-    uncompiled,
-)
+from tnn_programs.training.passes import CapturedStep, count_targets, losses_of, recorder_for, summed_loss, uncompiled
 from tnn_programs.training.processes import StopRequest, StopRequested, check_tables, prepare, shard_errors
 from tnn_programs.training.step_reports import StepReports
 
@@ -222,8 +214,7 @@ class Pretraining:
         self.model.eval()
         losses = []
         for batch in self.validation:
-            logits = logits_of(self.model, batch, self.causal)
-            nats = token_losses(logits, batch["labels"], self.causal).sum(dim=1)  # (B,)
+            nats = losses_of(self.model, batch, self.causal).sum(dim=1)  # (B,)
             counts = count_targets(batch["labels"], self.causal).float()
             flags = self._stop_flag().expand_as(nats)
             # Duplicate rows, which even out the last batches of the processes, are dropped.

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tnn_programs.cli.runs import RUN, check_same_run, describe_run, read_object, write_checksums
+from tnn_programs.cli.runs import describe_run, write_checksums
 from tnn_programs.training.optimizers import regroup
 from tnn_programs.training.passes import warn_of_bfloat16
 from tnn_programs.training.processes import StopRequest
@@ -94,9 +94,3 @@ def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> 
     data = {"rows": len(labels), "labels": hashlib.sha256(json.dumps(list(labels)).encode()).hexdigest()[:16]}
     run = {"groups": trainer.groups, "batch": rows_of_a_step(trainer.args)} | options | data
     return describe_run(trainer.args.to_dict(), trainer.model.config, **run)
-
-
-def check_checkpoint(checkpoint: Path, run: dict):
-    """Refuse a checkpoint of another run of Trainer, with a ValueError."""
-    if (checkpoint / RUN).is_file():
-        check_same_run(checkpoint, read_object(checkpoint / RUN), run)

@@ -39,9 +39,10 @@ def count_targets(labels: torch.Tensor, causal: bool) -> torch.Tensor:
     return (labels[:, 1:] if causal else labels).ne(-100).sum(dim=1)
 
 
-def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], causal: bool) -> torch.Tensor:
-    """The logits `(B, L, V)` of a batch, without a cache."""
-    return model(input_ids=batch["input_ids"], **({"use_cache": False} if causal else {})).logits
+def losses_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], causal: bool) -> torch.Tensor:
+    """The `token_losses` of a batch, by a pass without a cache."""
+    logits = model(input_ids=batch["input_ids"], **({"use_cache": False} if causal else {})).logits  # (B, L, V)
+    return token_losses(logits, batch["labels"], causal)
 
 
 def summed_loss(model: torch.nn.Module, config, batch: dict[str, torch.Tensor], causal: bool) -> torch.Tensor:
@@ -52,7 +53,7 @@ def summed_loss(model: torch.nn.Module, config, batch: dict[str, torch.Tensor], 
     if isinstance(config, TnnConfig):
         options = {"num_items_in_batch": 1, "skip_logits": True} | ({"use_cache": False} if causal else {})
         return model(input_ids=batch["input_ids"], labels=batch["labels"], **options).loss
-    return token_losses(logits_of(model, batch, causal), batch["labels"], causal).sum()
+    return losses_of(model, batch, causal).sum()
 
 
 def try_passes(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):

@@ -32,19 +32,11 @@ from tnn_programs.data.corpus import load_corpus, workers_for
 from tnn_programs.data.genome import build_genome_streams
 from tnn_programs.data.mixture import open_corpus
 from tnn_programs.data.streaming import TextStream, build_text_streams
-from tnn_programs.training import costs
+from tnn_programs.training import costs, processes
 from tnn_programs.training.accelerate_loop import Pretraining, perplexity
 from tnn_programs.training.models import build_config, build_model
 from tnn_programs.training.optimizers import try_schedule
 from tnn_programs.training.passes import compile_blocks, summed_loss, warn_of_bfloat16
-from tnn_programs.training.processes import (
-    LostProcessError,
-    StopRequested,
-    check_engine,
-    held_parameters,
-    prepare_engine,
-    watching_processes,
-)
 from tnn_programs.training.publishing import open_repository, upload
 
 logger = logging.getLogger("pretrain")
@@ -57,7 +49,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     """The Accelerator, as `accelerate launch` or its configuration file sets it up; ValueError if it cannot."""
     timeout = timedelta(seconds=args.ddp_timeout)
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
-    prepare_engine(on_cpu, timeout)
+    processes.prepare_engine(on_cpu, timeout)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=args.mixed_precision,
@@ -71,7 +63,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     started, seen = int(os.environ.get("WORLD_SIZE", 1)), accelerator.num_processes
     if started != seen:
         raise ValueError(f"{started} processes were started, accelerate sees {seen}. Use `accelerate launch`.")
-    check_engine(accelerator)
+    processes.check_engine(accelerator)
     # Accelerate would train in float32.
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
         raise ValueError("--mixed_precision must be no or bf16 on a CPU, got fp16")
@@ -163,9 +155,9 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     """The run with all its parts, in the state of the checkpoint if there is one."""
     check_before_start(args)
     config = build_config(args)
-    processes, resumed = accelerator.num_processes, args.resume_from_checkpoint
+    count, resumed = accelerator.num_processes, args.resume_from_checkpoint
     if args.global_batch_tokens is not None:
-        costs.blocks_of_process(args, processes)  # before the text is read
+        costs.blocks_of_process(args, count)  # before the text is read
     saved = None if resumed is None else read_object(Path(resumed) / STATE).get("fingerprint")
     if (line := choose_schedule(args, config, saved)) is not None:
         logger.info("%s", line)
@@ -175,8 +167,8 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     model = build_model(args, config)
     logger.info(
         f"{model.num_parameters():,} parameters; {'streamed' if args.streaming else len(train)} training and "
-        f"{len(validation)} validation blocks of {args.block_size} tokens; {processes} "
-        f"process{'' if processes == 1 else 'es'}, {accelerator.device.type}"
+        f"{len(validation)} validation blocks of {args.block_size} tokens; {count} "
+        f"process{'' if count == 1 else 'es'}, {accelerator.device.type}"
     )
     if args.global_batch_tokens is not None:
         logger.info("%s", costs.choose_micro_batch(args, accelerator, model))
@@ -222,7 +214,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "parameters": model.num_parameters(),
         "processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
-        "parameters_per_process": held_parameters(pretraining.model),
+        "parameters_per_process": processes.held_parameters(pretraining.model),
         "device": accelerator.device.type,
         "peak_memory_gib": costs.reserved_memory(accelerator.device),
         "torch_threads": torch.get_num_threads(),
@@ -260,11 +252,11 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
         # TensorBoard takes no lists.
         settings = {name: " ".join(value) if isinstance(value, list) else value for name, value in options.items()}
         accelerator.init_trackers("modeling-tnn", config=settings)
-    with pretraining.stop, watching_processes():
+    with pretraining.stop, processes.watching_processes():
         try:
             pretraining.run()
             return pretraining, finish(args, pretraining), repository
-        except StopRequested:
+        except processes.StopRequested:
             saved = pretraining.save_progress()
             accelerator.end_training()
             logger.info("stopped by a signal at step %d.%s", pretraining.state.step, RESUME if saved else "")
@@ -288,9 +280,9 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
         ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
         loss = lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm")  # noqa: E731
         seconds, memory = costs.measure_step(model, {"input_ids": ids, "labels": ids}, accelerator, loss)
-    passes, processes = args.gradient_accumulation_steps, accelerator.num_processes
-    device = f"{processes} x {accelerator.device.type}"
-    tokens = ids.numel() * passes * processes
+    passes, count = args.gradient_accumulation_steps, accelerator.num_processes
+    device = f"{count} x {accelerator.device.type}"
+    tokens = ids.numel() * passes * count
     size = model.num_parameters(), args.max_steps, tokens
     logger.info("%s\n%s", line, costs.describe_costs(*size, seconds * passes, memory, device))
 
@@ -320,7 +312,7 @@ def run(args: PretrainArguments) -> dict | None:
             report(metrics, args)
             if repository is not None:
                 upload(args.output_dir, repository, pretraining.config.model_type)
-        except (OSError, MemoryExceededError, SavingError, LostProcessError) as error:
+        except (OSError, MemoryExceededError, SavingError, processes.LostProcessError) as error:
             if not checkpoints(Path(args.output_dir)):
                 raise
             sys.exit(f"error: {error}{RESUME}")

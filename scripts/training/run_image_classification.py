@@ -123,9 +123,7 @@ class MixingTrainer(GroupingTrainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int]:
         return RepeatingSampler(len(self.train_dataset), self.args.seed)
 
-    def compute_loss(
-        self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
-    ) -> torch.Tensor | tuple:
+    def compute_loss(self, model, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
         pixels, targets = inputs["pixel_values"], inputs["labels"]
         if model.training:
             pixels, targets = self.mixup(pixels, targets)

@@ -13,11 +13,8 @@ from transformers import (
 )
 
 from modeling_tnn.configuration_tnn import TnnConfig
+from modeling_tnn.tools import sequence_pairs
 from modeling_tnn.tools.poles import PoleCallback
-from modeling_tnn.tools.sequence_pairs import (
-    ModernBertForSequencePairClassification,
-    TnnForSequencePairClassification,
-)
 from tnn_programs.cli.parser import load_config, parse_overrides
 from tnn_programs.cli.task_arguments import ClassifierArguments
 from tnn_programs.data.lra import Task, encode_split, limit, load_task
@@ -39,8 +36,9 @@ def build_model(args: ClassifierArguments, config: TnnConfig) -> PreTrainedModel
         config = modernbert_like(config)
     if args.task != "retrieval":
         return AutoModelForSequenceClassification.from_config(config)
-    build = ModernBertForSequencePairClassification if args.transformer else TnnForSequencePairClassification
-    return build(config)
+    if args.transformer:
+        return sequence_pairs.ModernBertForSequencePairClassification(config)
+    return sequence_pairs.TnnForSequencePairClassification(config)
 
 
 def collate_pairs(tokenizer, rows: list[dict]) -> dict[str, torch.Tensor]:

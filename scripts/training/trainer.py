@@ -18,18 +18,12 @@ import torch
 from datasets import Dataset
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
+from tnn_programs.cli import runs
 from tnn_programs.cli.atomic import SavingError, claim, new_files, saving_errors, write_json
 from tnn_programs.cli.commands import next_steps
-from tnn_programs.cli.runs import check_run, find_checkpoint, remove_incomplete, remove_others
 from tnn_programs.cli.task_arguments import ClassifierArguments
 from tnn_programs.training.costs import dry_run
-from tnn_programs.training.grouping_trainer import (
-    GroupingTrainer,
-    StopCallback,
-    check_checkpoint,
-    describe_training,
-    rows_of_a_step,
-)
+from tnn_programs.training.grouping_trainer import GroupingTrainer, StopCallback, describe_training, rows_of_a_step
 from tnn_programs.training.processes import StopRequest, StopRequested
 
 logger = logging.getLogger("resumable")
@@ -63,12 +57,12 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     StopRequested has the exit status and a message for the user.
     """
     folder = Path(trainer.args.output_dir)
-    resumed = find_checkpoint(folder, trainer.args.resume_from_checkpoint)
+    resumed = runs.find_checkpoint(folder, trainer.args.resume_from_checkpoint)
     run = describe_training(trainer, labels, **options)
-    if resumed is not None:
-        check_checkpoint(resumed, run)
+    if resumed is not None and (resumed / runs.RUN).is_file():
+        runs.check_same_run(resumed, runs.read_object(resumed / runs.RUN), run)
     if trainer.is_world_process_zero():
-        remove_others(folder, resumed)
+        runs.remove_others(folder, resumed)
     stop = StopRequest()
     leave = StopCallback(stop, run)
     trainer.add_callback(leave)
@@ -78,7 +72,7 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
             figures = trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed)).metrics
     except SavingError:
         if trainer.is_world_process_zero():
-            remove_incomplete(folder)
+            runs.remove_incomplete(folder)
         raise
     if leave.stopped:
         raise StopRequested(stop.status, f"stopped by a signal; step {trainer.state.global_step} is saved.")
@@ -101,7 +95,7 @@ def classifier_run(args: ClassifierArguments, training: TrainingArguments) -> It
     try:
         refuse(training, "push_to_hub")
         with output_folder(training, args.dry_run):
-            check_run(Path(training.output_dir), args.overwrite_output_dir, training.resume_from_checkpoint)
+            runs.check_run(Path(training.output_dir), args.overwrite_output_dir, training.resume_from_checkpoint)
             set_seed(training.seed)
             yield
     except StopRequested as request:
