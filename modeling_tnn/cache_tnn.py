@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -332,9 +333,7 @@ def check_cache(cache: Cache, model: nn.Module):
             f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
     if not is_traced():
-        values = vars(model.config)  # once: transformers intercepts each look at an attribute, for each token
-        fields = {name: values[name] for name in type(model.config).__annotations__ if name not in OTHER_FIELDS}
-        bind_to_config(cache, held, fields)
+        bind_to_config(cache, held, fields_of(model.config))
         for layer in held:  # of attention: states do the same for themselves
             for name, value in [] if is_toeplitz(layer) else vars(layer).items():
                 if isinstance(value, torch.Tensor) and is_closed(value):
