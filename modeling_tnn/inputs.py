@@ -109,9 +109,7 @@ def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
         raise ValueError(f"Entries of `{name}` must be in [0, {limit_name}={limit}), got {outside}")
 
 
-def check_labels(
-    labels: Any, like: torch.Tensor, classes: int, name: str = "labels", ignored: int = -100, limit: str = "vocab_size"
-):
+def check_labels(labels: Any, like: torch.Tensor, classes: int, name="labels", ignored=-100, limit="vocab_size"):
     """Check that labels `(B, L)` are in [0, `classes`) or `ignored`, for hidden states or logits `like` `(B, L, ...)`.
 
     The field `limit` has the number of classes.

@@ -93,9 +93,7 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def by_parts(
-    function: Callable[[slice], torch.Tensor], count: int, width: int, like: torch.Tensor, dim: int = 0
-) -> torch.Tensor:
+def by_parts(function: Callable, count: int, width: int, like: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """`function(slice(None))`; without gradients, if the temporaries are large, in parts that are then joined.
 
     Temporaries of a million positions take gigabytes. While gradients are recorded, they would be kept anyway.

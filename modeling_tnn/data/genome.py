@@ -39,9 +39,7 @@ Window = tuple[str, int, str | None]
 def read_fasta(file: str) -> dict[str, np.ndarray]:
     """Return the letters of each sequence of a FASTA file, also below .gz or .bgz, as bytes `(length,)` by its name.
 
-    Raises:
-        ValueError: the file is missing or damaged, has no sequences, has two of one name, or proteins.
-        ImportError: Biopython is not installed.
+    A ValueError if the file is damaged, has no sequences, two of one name, or proteins; ImportError without Biopython.
     """
     try:
         from Bio.SeqIO.FastaIO import SimpleFastaParser
@@ -73,8 +71,7 @@ def read_fasta(file: str) -> dict[str, np.ndarray]:
 def read_regions(file: str, genome: dict[str, np.ndarray]) -> list[Region]:
     """Return the regions of a BED file. A fourth column of train, valid or test is their split, any other is a name.
 
-    Raises:
-        ValueError: a line is no region of the genome, or has no split where others have one.
+    A ValueError if a line is no region of the genome, or has no split where others have one.
     """
     regions, names = [], {}
     for number, line in enumerate(read_lines_of(file), 1):
@@ -116,11 +113,7 @@ def window_starts(start: int, end: int, length: int, size: int) -> range:
 
 
 def ids_of_letters(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the id of each byte, `(256,)`. Lower case is upper case, and what is no single token is unknown.
-
-    Raises:
-        ValueError: see `nucleotide_ids`.
-    """
+    """Return the id of each byte, `(256,)`. Lower case is upper case, and what is no single token is unknown."""
     nucleotide_ids(tokenizer)
     found = np.full(256, tokenizer.unk_token_id or 0)
     pieces = tokenizer([chr(code).upper() for code in range(128)], add_special_tokens=False)["input_ids"]

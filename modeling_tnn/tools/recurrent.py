@@ -118,9 +118,7 @@ def fit_residues(fit: RecurrenceFit, taps: torch.Tensor) -> torch.Tensor:
     return torch.stack((solution / scale).t().chunk(2, dim=1), dim=-1).to(fit.angle.dtype)
 
 
-def fit_recurrence(
-    taps: torch.Tensor, order: int, dtype: torch.dtype = torch.float64, largest: float = LARGEST_RADIUS
-) -> RecurrenceFit:
+def fit_recurrence(taps: torch.Tensor, order: int, dtype=torch.float64, largest=LARGEST_RADIUS) -> RecurrenceFit:
     """Return a recurrence of `order` states in `dtype` that fits `taps` `(D, m)`, float64 on the CPU."""
     normalized = taps / taps.norm(dim=1, keepdim=True).clamp(min=torch.finfo(taps.dtype).tiny)
     poles = fit_poles(hankel_eigenvectors(normalized, order, torch.finfo(dtype).eps), largest)
