@@ -48,9 +48,9 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401  the classes of TNNs
+from modeling_tnn.data.files import open_text
 from modeling_tnn.data.genome import COMPLEMENT, read_fasta, split_windows, whole, windows_of
 from modeling_tnn.tno_hyena import decay_rates, exponential_features
-from tnn_programs.cli.text_files import open_text
 
 ORDERS, KMERS, PENALTIES, LENGTH = range(9), (3, 6), (1e-5, 1e-4, 1e-3, 1e-2), 108
 # The parts of the genome: where each begins.
