@@ -18,6 +18,7 @@ from ..norms import NORM_TYPES
 from ..tools.sequence_pairs import TnnForSequencePairClassification
 from . import evo2, hyenadna
 from .names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts
+from .options import check_stated, check_values
 
 HEADS = {
     "base": TnnModel,
@@ -104,13 +105,6 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     return found | {"num_hidden_layers": layers_of(tensors)}
 
 
-def check_values(options: dict, supported: dict, unused: tuple[str, ...] = ()):
-    """Refuse options that have another value than the `supported` one, by name."""
-    for name, allowed in supported.items():
-        if name in options and name not in unused and options[name] != allowed:
-            raise ValueError(f"{name} must be {allowed!r} for a conversion, got {options[name]!r}")
-
-
 def check_tnn(tensors: dict, options: dict):
     """Refuse options of a TNN for computations that this package does not have."""
     check_values(options, TNN_VALUES, UNUSED_BY_FD_AND_SKI if operator_of(options) != "rpe" else ())
@@ -124,13 +118,6 @@ def check_backbone(tensors: dict, options: dict, supported: dict):
     """Refuse options and tensors, in official names, of other backbones than this package has."""
     refuse_other_parts(tensors)
     check_values(options, supported)
-
-
-def check_stated(options: dict, measured: dict):
-    """Refuse options that contradict what the weights say."""
-    for name, value in measured.items():
-        if options.get(name) is not None and options[name] != value:
-            raise ValueError(f"{name} must be {value!r}, as in the weights of the checkpoint, got {options[name]!r}")
 
 
 def operator_of(options: dict) -> str:

@@ -1,9 +1,13 @@
 """Convert a checkpoint of the released implementations, and report where each tensor goes."""
 
 import argparse
+import io
 import json
 import pickle
 import re
+import shutil
+import tempfile
+import zipfile
 from pathlib import Path
 
 import torch
@@ -37,40 +41,72 @@ PARTS = {
     "mixer_norm.weight": ("mixer_norm.weight", "attention_norm.weight"),
 }
 
-# The files that a folder of the Hub may have, the safest first.
-WEIGHTS = ("model.safetensors", "pytorch_model.bin", "weights.ckpt")
+# The files that a folder of the Hub may have, the safest first, and pieces of a file, which are numbered.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "weights.ckpt", "*.pt", "*.pt.part*")
+PART = re.compile(r"(?s)(.+)\.part(\d+)")
 
 
 def fetch(repo_id: str) -> Path:
     """The folder of a repository of the Hub, with `config.json` and the safest of its `WEIGHTS`."""
     for weights in WEIGHTS:
         folder = Path(snapshot_download(repo_id, allow_patterns=["config.json", weights]))
-        if (folder / weights).exists():
+        if any(folder.glob(weights)):
             break
     return folder
 
 
-def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors of a folder of the Hub, and the options in its `config.json`, those of `layer` on the same level.
+def file_in(folder: Path) -> Path:
+    """The file of weights in a folder of the Hub. Where it is in parts, there is no file with its name.
 
     Raises:
-        ValueError: it has no file of weights, or one that `read_checkpoint` refuses.
+        ValueError: there is none, or several, or no `config.json`.
     """
-    file = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
-    if file is None or not (config := folder / "config.json").exists():
-        raise ValueError(f"The folder must hold config.json and one of {', '.join(WEIGHTS)}, got {folder}")
-    options = json.loads(config.read_text(encoding="utf-8"))
-    return read_checkpoint(file)[0], options | options.pop("layer", {})
+    found = next((files for name in WEIGHTS if (files := [*folder.glob(name)])), [])
+    files = {PART.sub(r"\1", file.name) for file in found}
+    if len(files) != 1 or not (folder / "config.json").exists():
+        named = f" with {', '.join(sorted(files))}" if files else ""
+        raise ValueError(f"The folder must hold config.json and one of {', '.join(WEIGHTS)}, got {folder}{named}")
+    return folder / files.pop()
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors and the options in a file, or in a folder of the Hub.
+def join(path: Path, scratch: Path | None) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors and the options in the parts of a file, given the name of the whole or of one of them.
+
+    Raises:
+        ValueError: a part is missing, or the whole is no checkpoint.
+    """
+    whole = PART.sub(r"\1", path.name)
+    named = {file: PART.fullmatch(file.name) for file in path.parent.glob("*.part*")}
+    parts = {int(name[2]): file for file, name in named.items() if name and name[1] == whole}
+    if missing := set(range(max(parts, default=0) + 1)).difference(parts):
+        raise ValueError(f"The checkpoint must be a file or have all parts, got no {whole}.part{min(missing)}")
+    with tempfile.TemporaryDirectory(prefix=".parts-", suffix=".partial", dir=scratch) as folder:
+        joined = Path(folder, whole)
+        with joined.open("wb") as target:
+            for number in sorted(parts):
+                with parts[number].open("rb") as part:
+                    shutil.copyfileobj(part, target, 2**24)
+        return read_file(joined)
+
+
+def read_checkpoint(path: Path, scratch: Path | None = None) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors and the options in a file, its parts or a folder of the Hub, whose `config.json` has the options.
+
+    Tensors are mapped from the file: they are read when they are used. Parts are joined in a file in the folder
+    `scratch`, by default that of the system. It has no name any more when this returns, and takes space as long as
+    its tensors are used.
 
     Raises:
         ValueError: the file is of another kind, damaged, or a pickle with other objects than tensors and options.
     """
     if path.is_dir():
-        return read_folder(path)
+        file, options = file_in(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return read_checkpoint(file, scratch)[0], options | options.pop("layer", {})
+    return join(path, scratch) if PART.fullmatch(path.name) or not path.exists() else read_file(path)
+
+
+def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors and the options in one file; see `read_checkpoint`."""
     if path.suffix not in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
         raise ValueError(
             f"The checkpoint must be a .safetensors, .pt, .pth, .bin or .ckpt file, got {path}. A folder of this "
@@ -79,9 +115,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path), {}
-        # fairseq stores its options in a Namespace, which runs no code when it is read.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        # fairseq stores its options in a Namespace, an FP8 library its state as bytes. These run no code when read.
+        with torch.serialization.safe_globals([argparse.Namespace, io.BytesIO]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     # A damaged file may raise any of these.
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
         raise ValueError(

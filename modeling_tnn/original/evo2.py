@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from .options import check_stated, check_values
+
 KINDS = {"hcs": "toeplitz", "hcm": "toeplitz", "hcl": "toeplitz", "attn": "full_attention"}
 NAMES = (
     (r"^embedding_layer\.", "embed_tokens."),
@@ -42,14 +44,15 @@ SIZE_7B = {
     "hidden_size": 4096, "num_attention_heads": 32, "evo2_style_activations": True, "interleave": True, "eps": 1e-6,
     "hcs_layer_idxs": [0, 4, 7, 11, 14, 18, 21, 25, 28], "hcm_layer_idxs": [1, 5, 8, 12, 15, 19, 22, 26, 29],
     "hcl_layer_idxs": [2, 6, 9, 13, 16, 20, 23, 27, 30], "attn_layer_idxs": [3, 10, 17, 24, 31],
-    "rotary_emb_base": 10_000, "max_seqlen": 32_768,
+    "rotary_emb_base": 10_000, "max_seqlen": 32_768, "hcs_filter_length": 7, "hcm_filter_length": 128,
+    "inner_mlp_size": 11_008,
 }  # fmt: skip
 INTERPOLATED = SIZE_7B | {"use_interpolated_rotary_pos_emb": True}
 RELEASED = {
     "evo2": {},
     "evo2-7b-8k": SIZE_7B,
     "evo2-7b-262k": INTERPOLATED | {"rotary_emb_scaling_factor": 32, "max_seqlen": 262_144},
-    "evo2-7b-1m": INTERPOLATED | {"rotary_emb_scaling_factor": 128, "max_seqlen": 1_048_576},
+    "evo2-7b-1m": INTERPOLATED | {"rotary_emb_scaling_factor": 128, "max_seqlen": 1_048_576, "inner_mlp_size": 11_264},
 }
 
 
@@ -61,9 +64,7 @@ def check(tensors: dict, options: dict):
     """
     if missing := [name for name in NEEDED if name not in options]:
         raise ValueError(f"{missing[0]} must be given for a conversion, in the YAML file of the model (--hparams)")
-    for name, allowed in VALUES.items():
-        if options.get(name, allowed) != allowed:
-            raise ValueError(f"{name} must be {allowed!r} for a conversion, got {options[name]!r}")
+    check_values(options, VALUES)
     if options.get("use_fp8_input_projections") and options["hidden_size"] != 4096 and not options.get("allow_fp8"):
         raise ValueError(
             "use_fp8_input_projections must be off for a conversion, got True: the models of 1, 20 and 40 billion "
@@ -77,10 +78,14 @@ def check(tensors: dict, options: dict):
 
 def prepare(tensors: dict[str, torch.Tensor], options: dict):
     """Bring projections and filters into their form here, in place."""
+    vocabulary, width = tensors["embed_tokens.weight"].shape
+    check_stated(options, {"vocab_size": vocabulary, "hidden_size": width})
     heads, rows = options["num_attention_heads"], thirds(options)
     for name in list(tensors):
         value = tensors[name]
         if name.endswith(("in_proj.weight", "short.taps")):
+            if len(value) != 3 * width:
+                raise ValueError(f"{name} must have 3 * hidden_size={3 * width} rows, got {len(value)}")
             value = value[rows]
             tensors[name] = value if value.dim() == 2 else value.flatten(1).flip(1)  # (3d, d), (3d, m)
         elif name.endswith("tno.taps"):
@@ -119,13 +124,14 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict:
         mixer = f"layers.{index}.mixer"
         poles, filters = (tensors.get(f"{mixer}.tno.{name}") for name in ("log_poles", "taps"))
         taps = tensors[f"{mixer}.short.taps"].shape[1] if f"{mixer}.short.taps" in tensors else taps
-        own = {"hyena_skip": True} if f"{mixer}.skip.weight" in tensors else {}
+        layers[index] = own = {}
         if poles is not None:
             modes = poles.shape[1]
             own |= {"num_filter_groups": len(poles)} if len(poles) < width else {}
         elif filters is not None:
             own |= {"tno_type": "explicit", "explicit_length": filters.shape[1], "num_filter_groups": len(filters)}
-        layers[index] = own
+        if poles is not None or (filters is not None and filters.shape[1] >= LONG):
+            own["hyena_skip"] = True
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -143,6 +149,13 @@ def fields(options: dict, found: dict) -> dict:
     kinds = {index: layer for kind, layer in KINDS.items() for index in options[f"{kind}_layer_idxs"]}
     if len(kinds) != (count := found["num_hidden_layers"]):
         raise ValueError(f"The checkpoint must have {len(kinds)} layers, as its options, got {count}")
+    stated = {"short_filter_length": "short_conv_kernel", "inner_mlp_size": "intermediate_size"}
+    check_stated(options, {option: found[name] for option, name in stated.items()})
+    for kind in ("hcs", "hcm", "hcl"):
+        for own in (found["per_layer_config"][index] for index in options[f"{kind}_layer_idxs"]):
+            groups, taps = own.get("num_filter_groups", found["hidden_size"]), own.get("explicit_length")
+            modes = {"state_size": found["num_modes"]} if kind == "hcl" else {}
+            check_stated(options, {f"{kind}_filter_groups": groups, f"{kind}_filter_length": taps} | modes)
     act = options.get("mlp_activation", "gelu")
     if options.get("evo2_style_activations"):
         found["per_layer_config"][0]["hidden_act"], act = act, "linear"

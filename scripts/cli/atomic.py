@@ -27,7 +27,7 @@ PARTIAL, OLD = ".partial", ".old"
 # Names of a folder of new files: while it is written, when all are written, and when the replaced files are removed.
 NEW, READY, MOVING = ".new" + PARTIAL, ".new.ready", ".new.moving"
 # The folders that are written under hidden names.
-HIDDEN = re.compile(r"\.(new|best|tokenizer|checkpoint-\d+)\.(partial|old)")
+HIDDEN = re.compile(r"\.(new|best|tokenizer|checkpoint-\d+|parts-\w+)\.(partial|old)")
 # Texts of the errors of torch.save, RuntimeError, and of libraries in Rust, Exception.
 WRITERS = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory", "(os error ")
 CONFIG, WEIGHTS = "config.json", "model*.safetensors*"
