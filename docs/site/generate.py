@@ -72,7 +72,7 @@ GUIDES = {
     "ablation": ("Tasks of the papers", "../research/tasks.md#ablations"),
 }
 # Not chosen, but written when a model is saved.
-BOOKKEEPING = ("tno_class", "converted_from")
+BOOKKEEPING = ("layer_types", "tno_class", "converted_from")
 
 
 def configuration_page() -> str:
@@ -282,7 +282,7 @@ def _preset_row(preset: PresetTraining) -> dict[str, str]:
     longest = getattr(config, "max_position_embeddings", "any")  # a Bloom has none
     return {
         "preset": f"`{name}`",
-        "model": " ".join(filter(None, (kind, getattr(config, "tno_type", "")))),
+        "model": " ".join([kind, *getattr(config, "tno_types", ())]),
         "size": f"{config.num_hidden_layers} x {config.hidden_size}, {longest}",
         "parameters": f"{_parameters(config):,}",
         "rate": f"({rate})" if origin == "paper" else rate,

@@ -34,7 +34,7 @@ NAMES = (
 # Options and the only value that can be converted.
 VALUES = {
     "short_filter_bias": False, "qkv_proj_bias": False, "mha_out_proj_bias": True, "hyena_out_proj_bias": True,
-    "final_norm": True, "proj_groups": 1, "hyena_filter_groups": 1,
+    "final_norm": True, "proj_groups": 1, "hyena_filter_groups": 1, "long_fir_threshold": None,
 }  # fmt: skip
 NEEDED = ("hidden_size", "num_attention_heads", *(f"{kind}_layer_idxs" for kind in KINDS))
 LONG = 128  # taps from which a filter begins with lag 0; a shorter one ends with it
@@ -45,7 +45,7 @@ SIZE_7B = {
     "hcs_layer_idxs": [0, 4, 7, 11, 14, 18, 21, 25, 28], "hcm_layer_idxs": [1, 5, 8, 12, 15, 19, 22, 26, 29],
     "hcl_layer_idxs": [2, 6, 9, 13, 16, 20, 23, 27, 30], "attn_layer_idxs": [3, 10, 17, 24, 31],
     "rotary_emb_base": 10_000, "max_seqlen": 32_768, "hcs_filter_length": 7, "hcm_filter_length": 128,
-    "inner_mlp_size": 11_008,
+    "inner_mlp_size": 11_008, "column_split_hyena": False,
 }  # fmt: skip
 INTERPOLATED = SIZE_7B | {"use_interpolated_rotary_pos_emb": True}
 RELEASED = {
@@ -106,7 +106,7 @@ def thirds(options: dict) -> torch.Tensor:
     rows = torch.arange(3 * width)
     if options.get("interleave"):
         rows = rows.view(-1, 3).t().flatten()
-    rows = rows.view(heads if options.get("column_split_hyena", False) else 1, 3, -1).transpose(0, 1).flatten(1)
+    rows = rows.view(heads if options.get("column_split_hyena", True) else 1, 3, -1).transpose(0, 1).flatten(1)
     return rows[[1, 0, 2] if options.get("hyena_flip_x1x2") else [0, 1, 2]].flatten()  # (3d,)
 
 
@@ -159,7 +159,7 @@ def fields(options: dict, found: dict) -> dict:
     act = options.get("mlp_activation", "gelu")
     if options.get("evo2_style_activations"):
         found["per_layer_config"][0]["hidden_act"], act = act, "linear"
-    rotary = {"rope_type": "default", "rope_theta": float(options.get("rotary_emb_base", 10_000))}
+    rotary = {"rope_type": "default", "rope_theta": float(options.get("rotary_emb_base", 1_000_000))}
     if options.get("use_interpolated_rotary_pos_emb"):
         rotary |= {"rope_type": "linear", "factor": float(options["rotary_emb_scaling_factor"])}
     return {
@@ -177,6 +177,7 @@ def fields(options: dict, found: dict) -> dict:
         "scale_embedding": False,
         "max_position_embeddings": options.get("max_seqlen", 8192),
         "hidden_dropout_prob": 0.0,
+        "initializer": "normal",
         "bos_token_id": None,
         "pad_token_id": 1,
         "eos_token_id": 0,

@@ -120,7 +120,7 @@ def test_gradient_of_taps(dtype):
 def test_activations_of_the_presets():
     """Each of them is inside the kernels."""
     presets = [name for name in list_presets() if not name.startswith("peers/")]
-    assert {load_preset(name).hidden_act for name in presets} <= ACTIVATIONS.keys()
+    assert {one.hidden_act for name in presets for one in load_preset(name).layer_configs} <= ACTIVATIONS.keys()
     assert all(type(act) in toeplitz_triton.FUNCTIONS for act in (*ACTIVATIONS.values(), nn.SiLU(), nn.ReLU()))
 
 
