@@ -63,13 +63,13 @@ def check(tensors: dict, options: dict):
         ValueError: an option is missing, or has another value than the one that can be converted.
     """
     if missing := [name for name in NEEDED if name not in options]:
-        raise ValueError(f"{missing[0]} must be given for a conversion, in the YAML file of the model (--hparams)")
+        raise ValueError(f"{missing[0]} must be given for a conversion, as in the YAML file of the model")
     check_values(options, VALUES)
     if options.get("use_fp8_input_projections") and options["hidden_size"] != 4096 and not options.get("allow_fp8"):
         raise ValueError(
             "use_fp8_input_projections must be off for a conversion, got True: the models of 1, 20 and 40 billion "
             "parameters were trained with FP8 projections, and their authors say that they need them. "
-            "--allow_fp8 converts them all the same."
+            "The option allow_fp8 converts them all the same."
         )
     numbers = sorted(index for kind in KINDS for index in options[f"{kind}_layer_idxs"])
     if numbers != [*range(len(numbers))]:
@@ -144,18 +144,26 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict:
     }
 
 
-def fields(options: dict, found: dict) -> dict:
-    """The other fields. Only the first GLU has an activation in models of this style."""
-    kinds = {index: layer for kind, layer in KINDS.items() for index in options[f"{kind}_layer_idxs"]}
+def check_sizes(options: dict, kinds: dict[int, str], found: dict):
+    """Refuse weights of other layers or sizes than the options say. `kinds` are those of the layers, by number."""
     if len(kinds) != (count := found["num_hidden_layers"]):
         raise ValueError(f"The checkpoint must have {len(kinds)} layers, as its options, got {count}")
     stated = {"short_filter_length": "short_conv_kernel", "inner_mlp_size": "intermediate_size"}
     check_stated(options, {option: found[name] for option, name in stated.items()})
-    for kind in ("hcs", "hcm", "hcl"):
-        for own in (found["per_layer_config"][index] for index in options[f"{kind}_layer_idxs"]):
-            groups, taps = own.get("num_filter_groups", found["hidden_size"]), own.get("explicit_length")
-            modes = {"state_size": found["num_modes"]} if kind == "hcl" else {}
-            check_stated(options, {f"{kind}_filter_groups": groups, f"{kind}_filter_length": taps} | modes)
+    for index, kind in kinds.items():
+        own, long = found["per_layer_config"][index], kind == "hcl"
+        if kind != "attn" and ("tno_type" in own) == long:
+            held = "log_poles" if long else "h"
+            raise ValueError(f"The checkpoint must hold blocks.{index}.filter.{held} (option {kind}_layer_idxs)")
+        groups = own.get("num_filter_groups", found["hidden_size"])
+        sizes = {"state_size": found["num_modes"]} if long else {f"{kind}_filter_length": own.get("explicit_length")}
+        check_stated(options, sizes | {f"{kind}_filter_groups": groups})
+
+
+def fields(options: dict, found: dict) -> dict:
+    """The other fields. Only the first GLU has an activation in models of this style."""
+    kinds = {index: kind for kind in KINDS for index in options[f"{kind}_layer_idxs"]}
+    check_sizes(options, kinds, found)
     act = options.get("mlp_activation", "gelu")
     if options.get("evo2_style_activations"):
         found["per_layer_config"][0]["hidden_act"], act = act, "linear"
@@ -163,7 +171,7 @@ def fields(options: dict, found: dict) -> dict:
     if options.get("use_interpolated_rotary_pos_emb"):
         rotary |= {"rope_type": "linear", "factor": float(options["rotary_emb_scaling_factor"])}
     return {
-        "layer_types": [kinds[index] for index in range(len(kinds))],
+        "layer_types": [KINDS[kinds[index]] for index in range(len(kinds))],
         "num_attention_heads": options["num_attention_heads"] if options["attn_layer_idxs"] else None,
         "rope_parameters": rotary if options["attn_layer_idxs"] else None,
         "tno_type": "exponential",

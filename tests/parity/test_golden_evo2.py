@@ -1,0 +1,280 @@
+"""Evo 2 (StripedHyena 2) against the released implementation, and the files that its checkpoints come in."""
+
+import io
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers import processes
+from helpers.evo2 import PRESETS, TINY, logits, released, shapes
+from helpers.hub_server import WITHOUT_THE_PACKAGE
+from helpers.models import relative_error
+from helpers.parity import FOLDER
+from helpers.scripts import Malicious, read, run_script
+from modeling_tnn import load_preset
+from modeling_tnn.original import evo2
+from modeling_tnn.original.conversion import convert, read_checkpoint, rename
+
+SETS = sorted((FOLDER / "evo2").glob("*.json"))
+over_sets = pytest.mark.parametrize("file", SETS, ids=lambda file: file.stem)
+
+
+def golden(file: Path) -> tuple:
+    """The converted model of one of the `SETS`, its options, its weights and what is expected."""
+    options = json.loads(file.read_text())
+    weights, expected = (load_file(file.with_suffix(f".{part}.safetensors")) for part in ("weights", "expected"))
+    return convert(weights, options, "evo2")[0].double(), options, weights, expected
+
+
+@over_sets
+def test_hidden_states_and_logits(file, record_property):
+    """After each block, at each length that is stored; and the kernel of the long layer without its skip."""
+    model, options, weights, expected = golden(file)
+    found = {}
+    for index, block in enumerate(model.model.layers):
+        block.register_forward_hook(lambda *given, name=f"block_{index}": found.update({name: given[-1]}))
+    errors = {}
+    for length in {name.split("/")[0] for name in expected if name.endswith("/logits")}:
+        found["logits"] = model(expected[f"{length}/input_ids"], use_cache=False).logits
+        stored = {name: expected[f"{length}/{name}"] for name in found if f"{length}/{name}" in expected}
+        errors |= {f"{length}/{name}": relative_error(found[name], one) for name, one in stored.items()}
+    kernel = model.model.layers[options["hcl_layer_idxs"][0]].mixer.tno.coefficients(64)
+    errors["kernel"] = relative_error(kernel, expected["long_filter"])
+    record_property("parity evo2 float64", max(errors.values()))
+    assert max(errors.values()) < 1e-9 and len(errors) >= 3 + 2 * len(model.model.layers)
+    ids = expected["20/input_ids"]
+    assert relative_error(logits(weights, options, ids), expected["20/logits"]) < 1e-12  # of the definition below
+
+
+@over_sets
+def test_gradients(file):
+    """Of the loss, by the released names. Rows of `Wqkv` are in the order in which it is loaded."""
+    model, options, _, expected = golden(file)
+    ids = expected["20/input_ids"]
+    loss = cross_entropy(model(ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(loss - expected["20/loss"]) < 1e-9
+    assert abs(model(ids, labels=ids, use_cache=False).loss - loss) < 2e-6  # transformers' is in float32
+    loss.backward()
+    start = "20/grad/"
+    released_ones = {name.removeprefix(start): one for name, one in expected.items() if name.startswith(start)}
+    wanted, _ = rename(released_ones, evo2.NAMES)
+    evo2.prepare(wanted, options | {"column_split": False})
+    largest = max(one.abs().max().item() for one in wanted.values())
+    for name, one in wanted.items():
+        scale = max(1e-6 * largest, one.abs().max().item())
+        assert relative_error(model.model.get_parameter(name).grad, one, scale=scale) < 1e-9, name
+
+
+VARIANTS = [
+    {}, {"interleave": False}, {"column_split_hyena": True}, {"interleave": False, "column_split_hyena": True},
+    {"hyena_flip_x1x2": True}, {"column_split": False}, {"use_interpolated_rotary_pos_emb": False},
+    {"evo2_style_activations": False, "mlp_activation": "silu"}, {"attn_layer_idxs": [], "hcs_layer_idxs": [0, 3, 4]},
+    {"hcl_layer_idxs": [0, 1], "hcm_layer_idxs": [2], "hcs_layer_idxs": [4], "eps": 0.1, "rotary_emb_base": 7.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+def test_options(change):
+    """Against the definition in the description of the model, which does not permute weights."""
+    torch.manual_seed(3)
+    options = TINY | {"vocab_size": 16} | change
+    weights, ids = released(options), torch.randint(16, (2, 140))
+    model, report = convert(weights, options, "evo2")
+    assert relative_error(model(ids, use_cache=False).logits, logits(weights, options, ids)) < 1e-11
+    assert report["tensors"].keys() == weights.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    """They are the configuration of a converted checkpoint of these options and shapes."""
+    options = PRESETS[name]
+    weights = {tensor: torch.empty(shape, device="meta") for tensor, shape in shapes(options).items()}
+    given = (options, "evo2") if name == "evo2-tiny" else ({}, name)
+    config = convert(weights, *given)[0].config
+    assert config == load_preset(name, architectures=None, ski_interpolation=config.ski_interpolation)
+
+
+def write(folder: Path, form: str, weights: dict, options: dict) -> Path:
+    """A checkpoint in a form in which it may come; the path to give to the program."""
+    folder.mkdir()
+    (folder / "options.yml").write_text(yaml.safe_dump(options))
+    (folder / "config.json").write_text('{"model_type": "evo2"}')
+    file = folder / "evo2_tiny.pt"
+    torch.save(weights, file, _use_new_zipfile_serialization=form != "legacy")
+    if form == "parts":
+        content = file.read_bytes()
+        file.unlink()
+        pieces = [content[start : start + 50_000] for start in range(0, len(content), 50_000)]
+        assert len(pieces) > 10  # so that part10 must come after part9
+        for number, piece in enumerate(pieces):
+            file.with_name(f"{file.name}.part{number}").write_bytes(piece)
+    return {"folder": folder, "parts": folder}.get(form, file)
+
+
+def run_conversion(given: Path, output: Path, *options) -> None:
+    run_script("convert_original", given, output, "--architecture", "evo2", *options)
+
+
+LOAD = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules.") and model.dtype == torch.bfloat16
+assert {name for name, one in model.named_parameters() if one.dtype == torch.float32} == set(sys.argv[3:])
+torch.save(model.double()(torch.arange(30)[None]).logits, sys.argv[2])
+"""
+POLES = [f"model.layers.2.mixer.tno.{name}" for name in ("log_poles", "residues")]
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "parts", "legacy"])
+def test_program(form, tmp_path):
+    """Bytes of an FP8 library are not read, whatever is in them. Poles stay in float32, in a half model too."""
+    torch.manual_seed(5)
+    weights, victim = released(TINY, torch.bfloat16), tmp_path / "executed"
+    hostile = io.BytesIO(pickle.dumps(Malicious(victim)))
+    states = {"blocks.0.projections._extra_state": hostile, "blocks.1.projections._extra_state": torch.ones(9).byte()}
+    given = write(tmp_path / "released", form, weights | states, TINY)
+    output, ids = tmp_path / "converted", torch.arange(30)[None]
+    run_conversion(given, output, f"--hparams {tmp_path}/released/options.yml --dtype bfloat16")
+    assert not victim.exists() and not [*output.glob(".parts*")]
+    report = read(output, "original")["tensors"]
+    assert report.keys() == {*weights, "blocks.1.projections._extra_state"}
+    half = AutoModelForCausalLM.from_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float64)
+    wide, found = {name: one.double() for name, one in weights.items()}, model(ids).logits
+    assert relative_error(found, logits(wide, TINY, ids)) < 1e-11
+    assert half.dtype == torch.bfloat16 and relative_error(half(ids).logits.double(), found) < 0.05
+    for one in (half, half.to(torch.float16), AutoModelForCausalLM.from_pretrained(output).to(torch.bfloat16)):
+        assert {name for name, value in one.named_parameters() if value.dtype == torch.float32} == set(POLES)
+    poles = half.model.layers[2].mixer.tno.log_poles
+    assert torch.equal(poles, weights["blocks.2.filter.log_poles"][..., 0])
+    if form == "parts":
+        with pytest.raises(SystemExit, match=r"must be a file or have all parts, got no evo2_tiny.pt.part3"):
+            (given / "evo2_tiny.pt.part3").unlink()
+            run_conversion(given / "evo2_tiny.pt.part0", tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+    if form == "file":  # saved again, and loaded where the package is not installed
+        AutoModelForCausalLM.from_pretrained(output).save_pretrained(tmp_path / "again")
+        program = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD, tmp_path / "again", tmp_path / "logits", *POLES]
+        processes.run(list(map(str, program)), env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")})
+        assert relative_error(torch.load(tmp_path / "logits"), found) < 1e-11
+
+
+def test_tokenizer(tmp_path):
+    """A byte is its id. All 512 ids have a token, which a saved tokenizer has too; padding is on the left."""
+    evo2.byte_tokenizer(1000).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(tokenizer), tokenizer.model_max_length) == (512, 1000)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 1, None)
+    text = "ACGTNacgt|d__Bacteria;\n\t  p__\u00e9\u6f22" + "".join(map(chr, range(2, 128)))
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    batch = tokenizer(["ACGT", "A"], padding=True, return_tensors="pt")
+    assert batch.input_ids.tolist() == [[65, 67, 71, 84], [1, 1, 1, 65]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
+    assert tokenizer.decode(batch.input_ids[1], skip_special_tokens=True) == "A"
+    assert sorted(tokenizer.get_vocab().values()) == list(range(512))
+
+
+# What is changed of the weights or the options, None to leave it out; and the error.
+D, QKV, H = "blocks.1.filter.D", "blocks.3.inner_mha_cls.Wqkv.weight", "blocks.1.filter.h"
+PROJECTION = "blocks.0.projections.weight"
+REFUSED = {
+    "hidden_size must be given for a conversion": {"hidden_size": None},
+    "hcl_layer_idxs must be given for a conversion": {"hcl_layer_idxs": None},
+    "layers must have one kind each": {"hcl_layer_idxs": [1]},
+    "checkpoint must have 6 layers, as its options, got 5": {"hcs_layer_idxs": [0, 4, 5]},
+    "hidden_size must be 64, as in the weights .* got 128": {"hidden_size": 128},
+    "vocab_size must be 512, as in the weights .* got 64": {"vocab_size": 64},
+    "inner_mlp_size must be 176, as in the weights .* got 192": {"inner_mlp_size": 192},
+    "state_size must be 16, as in the weights .* got 8": {"state_size": 8},
+    "hcm_filter_groups must be 8, as in the weights .* got 16": {"hcm_filter_groups": 16},
+    "hcs_filter_length must be 128, as in": {"hcm_layer_idxs": [0], "hcs_layer_idxs": [1, 4]},
+    "must hold blocks.2.filter.h .option hcm_layer_idxs": {"hcm_layer_idxs": [2], "hcl_layer_idxs": [1]},
+    "qkv_proj_bias must be False for a conversion, got True": {"qkv_proj_bias": True},
+    "use_fp8_input_projections must be off .* 1, 20 and 40 .* allow_fp8": {"use_fp8_input_projections": True},
+    "Missing .*layers.1.mixer.skip.weight": {D: None},
+    "size mismatch for blocks.1.filter.D": {D: torch.ones(32)},
+    "Missing .*layers.3.attention.q_proj.weight": {QKV: None},
+    "in_proj.weight must have 3 . hidden_size=192 rows, got 256": {PROJECTION: torch.ones(256, 64)},
+    "size mismatch for blocks.2.filter.residues": {"blocks.2.filter.residues": torch.ones(64, 8)},
+    "must hold blocks.1.filter.h ": {H: None},
+    "Unexpected .*blocks.0.filter.D": {"blocks.0.filter.D": torch.ones(64)},
+    "Unexpected .*blocks.0.filter.bias": {"blocks.0.filter.bias": torch.ones(64)},
+    "floating-point numbers, got torch.int64 for blocks.1.filter.D": {D: torch.ones(64).long()},
+    "a whole model, got no embed_tokens.weight": {"embedding_layer.weight": None},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit(message):
+    weights, options = released(TINY), dict(TINY)
+    for name, value in REFUSED[message].items():
+        (weights if "." in name else options)[name] = value
+    weights, options = ({name: one for name, one in given.items() if one is not None} for given in (weights, options))
+    with pytest.raises(ValueError, match=message):
+        convert(weights, options, "evo2")
+
+
+def test_fp8_is_allowed_by_name(tmp_path):
+    given = write(tmp_path / "released", "file", released(TINY), TINY | {"use_fp8_input_projections": True})
+    options = f"--hparams {tmp_path}/released/options.yml"
+    with pytest.raises(SystemExit, match="models of 1, 20 and 40 billion"):
+        run_conversion(given, tmp_path / "out", options)
+    run_conversion(given, tmp_path / "out", options, "--allow_fp8")
+    with pytest.raises(SystemExit, match="hidden_size must be 64, as in the weights of the checkpoint, got 4096"):
+        run_script("convert_original", given, tmp_path / "other", "--architecture", "evo2-7b-1m")
+
+
+def test_hostile_files(tmp_path):
+    """End in one line. Nothing in them is run, and nothing is written."""
+    victim, weights = tmp_path / "executed", released(TINY)
+    given, output = write(tmp_path / "released", "file", weights, TINY), tmp_path / "out"
+    options, content = f"--hparams {tmp_path}/released/options.yml", given.read_bytes()
+    state = io.BytesIO()
+    state.__setstate__((b"", 0, {"name": Malicious(victim)}))
+    for evil in (Malicious(victim), state, {"recipe": Malicious(victim)}):
+        for zipped in (True, False):
+            torch.save(weights | {"a._extra_state": evil}, given, _use_new_zipfile_serialization=zipped)
+            with pytest.raises(SystemExit, match="would run code"):
+                run_conversion(given, output, options)
+    for cut in (content[: len(content) // 2], content[:-1], b"", content[5000:]):
+        given.write_bytes(cut)
+        with pytest.raises(SystemExit, match="evo2_tiny.pt is refused: it is damaged"):
+            run_conversion(given, output, options)
+    torch.save({"backbone.layers.0.mixer.in_proj.weight": torch.ones(3, 1), "lm_head.weight": torch.ones(1)}, given)
+    with pytest.raises(SystemExit, match="a whole model, got no embed_tokens.weight"):
+        run_conversion(given, output, options)
+    given.write_bytes(content)
+    bomb = "a: &a [1, 2]\nb: [*a, *a]"
+    for text in (bomb, "- 1", "a: !!python/object/apply:os.system [ls]", "a: [", "[" * 10**4, "a: \x00"):
+        (tmp_path / "bad.yml").write_text(text)
+        with pytest.raises(SystemExit, match="--hparams must be a JSON object or a YAML mapping, got .*bad.yml"):
+            run_conversion(given, output, f"--hparams {tmp_path}/bad.yml")
+    given.with_name("other.pt").touch()
+    with pytest.raises(SystemExit, match="must hold config.json and one of .* with evo2_tiny.pt, other.pt"):
+        run_conversion(given.parent, output, options)
+    assert not victim.exists() and not output.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from Linux")
+def test_a_checkpoint_is_not_in_memory(tmp_path):
+    """A file is mapped: its tensors are read when they are used, and no copy of them is kept."""
+    torch.save({"a": torch.ones(32, 2**20), "b": torch.ones(2**20)}, tmp_path / "a.pt")
+    before = anonymous_memory()
+    tensors, _ = read_checkpoint(tmp_path / "a.pt")
+    total = tensors["a"].sum().item()
+    assert total == 2**25 and anonymous_memory() - before < 2**25  # of 2**27
+
+
+def anonymous_memory() -> int:
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
