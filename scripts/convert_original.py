@@ -40,9 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("output_dir", type=Path, help="Folder for the model and the report.")
     parser.add_argument("--architecture", required=True, choices=ARCHITECTURES, help="Name of the architecture.")
     parser.add_argument("--overwrite_output_dir", action="store_true")
-    parser.add_argument(
-        "--hparams", type=Path, help="JSON or YAML file of official options that differ from its defaults."
-    )
+    parser.add_argument("--hparams", type=Path, help="JSON or YAML of official options that differ from its defaults.")
     parser.add_argument("--dtype", choices=DTYPES, help="Dtype of the weights, if not that of the checkpoint.")
     parser.add_argument("--head", choices=HEADS, help="Head, if not that of the architecture.")
     parser.add_argument(
@@ -57,9 +55,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     for file in filter(None, (args.checkpoint, args.hparams)):
-        if file.exists() or (file is args.checkpoint and is_repository(file)):
-            continue
-        if file is args.hparams or not file.with_name(f"{file.name}.part0").exists():
+        others = file is args.checkpoint and (is_repository(file) or Path(f"{file}.part0").exists())
+        if not file.exists() and not others:
             raise FileNotFoundError(f"The file {file} does not exist.")
     return args
 
@@ -67,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
 def is_repository(checkpoint: Path) -> bool:
     """Whether a checkpoint is a repository of the Hub, OWNER/NAME, and not a file."""
     files = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".part")
-    suffix = checkpoint.suffix.rstrip("0123456789")
+    suffix = checkpoint.suffix.rstrip("0123456789")  # of a part: .part0
     return not checkpoint.exists() and len(checkpoint.parts) == 2 and suffix not in files
 
 
@@ -80,9 +77,8 @@ def read_options(file: Path) -> dict:
     try:
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
         content = yaml.load(text, Values) if is_yaml else json.loads(text)  # noqa: S506 - a SafeLoader
-        if not isinstance(content, dict) or (
-            is_yaml and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text))
-        ):
+        aliases = is_yaml and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        if aliases or not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__} or aliases")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())

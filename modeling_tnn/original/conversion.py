@@ -64,8 +64,8 @@ def file_in(folder: Path) -> Path:
     found = next((files for name in WEIGHTS if (files := [*folder.glob(name)])), [])
     files = {PART.sub(r"\1", file.name) for file in found}
     if len(files) != 1 or not (folder / "config.json").exists():
-        named = f" with {', '.join(sorted(files))}" if files else ""
-        raise ValueError(f"The folder must hold config.json and one of {', '.join(WEIGHTS)}, got {folder}{named}")
+        named = f"{folder} with {', '.join(sorted(files)) or 'none'}"
+        raise ValueError(f"The folder must hold config.json and one of {', '.join(WEIGHTS)}, got {named}")
     return folder / files.pop()
 
 
@@ -81,20 +81,18 @@ def join(path: Path, scratch: Path | None) -> tuple[dict[str, torch.Tensor], dic
     if missing := set(range(max(parts, default=0) + 1)).difference(parts):
         raise ValueError(f"The checkpoint must be a file or have all parts, got no {whole}.part{min(missing)}")
     with tempfile.TemporaryDirectory(prefix=".parts-", suffix=".partial", dir=scratch) as folder:
-        joined = Path(folder, whole)
-        with joined.open("wb") as target:
+        with Path(folder, whole).open("wb") as joined:
             for number in sorted(parts):
                 with parts[number].open("rb") as part:
-                    shutil.copyfileobj(part, target, 2**24)
-        return read_file(joined)
+                    shutil.copyfileobj(part, joined, 2**24)
+        return read_file(Path(folder, whole))
 
 
 def read_checkpoint(path: Path, scratch: Path | None = None) -> tuple[dict[str, torch.Tensor], dict]:
     """The tensors and the options in a file, its parts or a folder of the Hub, whose `config.json` has the options.
 
     Tensors are mapped from the file: they are read when they are used. Parts are joined in a file in the folder
-    `scratch`, by default that of the system. It has no name any more when this returns, and takes space as long as
-    its tensors are used.
+    `scratch`, by default that of the system, which takes space until the tensors are gone, without a name.
 
     Raises:
         ValueError: the file is of another kind, damaged, or a pickle with other objects than tensors and options.

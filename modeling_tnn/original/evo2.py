@@ -148,16 +148,14 @@ def check_sizes(options: dict, kinds: dict[int, str], found: dict):
     """Refuse weights of other layers or sizes than the options say. `kinds` are those of the layers, by number."""
     if len(kinds) != (count := found["num_hidden_layers"]):
         raise ValueError(f"The checkpoint must have {len(kinds)} layers, as its options, got {count}")
-    stated = {"short_filter_length": "short_conv_kernel", "inner_mlp_size": "intermediate_size"}
-    check_stated(options, {option: found[name] for option, name in stated.items()})
+    check_stated(options, {"inner_mlp_size": found["intermediate_size"]})
     for index, kind in kinds.items():
         own, long = found["per_layer_config"][index], kind == "hcl"
         if kind != "attn" and ("tno_type" in own) == long:
             held = "log_poles" if long else "h"
             raise ValueError(f"The checkpoint must hold blocks.{index}.filter.{held} (option {kind}_layer_idxs)")
-        groups = own.get("num_filter_groups", found["hidden_size"])
         sizes = {"state_size": found["num_modes"]} if long else {f"{kind}_filter_length": own.get("explicit_length")}
-        check_stated(options, sizes | {f"{kind}_filter_groups": groups})
+        check_stated(options, sizes | {f"{kind}_filter_groups": own.get("num_filter_groups", found["hidden_size"])})
 
 
 def fields(options: dict, found: dict) -> dict:
