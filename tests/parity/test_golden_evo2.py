@@ -25,53 +25,40 @@ from modeling_tnn.original import evo2
 from modeling_tnn.original.conversion import convert, read_checkpoint, rename
 
 SETS = sorted((FOLDER / "evo2").glob("*.json"))
-over_sets = pytest.mark.parametrize("file", SETS, ids=lambda file: file.stem)
 
 
-def golden(file: Path) -> tuple:
-    """The converted model of one of the `SETS`, its options, its weights and what is expected."""
+@pytest.mark.parametrize("file", SETS, ids=lambda file: file.stem)
+def test_golden(file, record_property):
+    """Hidden states after each block and logits at each length, the long kernel, the loss, and its gradients."""
     options = json.loads(file.read_text())
     weights, expected = (load_file(file.with_suffix(f".{part}.safetensors")) for part in ("weights", "expected"))
-    return convert(weights, options, "evo2")[0].double(), options, weights, expected
-
-
-@over_sets
-def test_hidden_states_and_logits(file, record_property):
-    """After each block, at each length that is stored; and the kernel of the long layer without its skip."""
-    model, options, weights, expected = golden(file)
-    found = {}
+    model, found, errors = convert(weights, options, "evo2")[0].double(), {}, {}
     for index, block in enumerate(model.model.layers):
         block.register_forward_hook(lambda *given, name=f"block_{index}": found.update({name: given[-1]}))
-    errors = {}
-    for length in {name.split("/")[0] for name in expected if name.endswith("/logits")}:
-        found["logits"] = model(expected[f"{length}/input_ids"], use_cache=False).logits
-        stored = {name: expected[f"{length}/{name}"] for name in found if f"{length}/{name}" in expected}
-        errors |= {f"{length}/{name}": relative_error(found[name], one) for name, one in stored.items()}
+    for length in (1, 150, 20):
+        ids = expected[f"{length}/input_ids"]
+        output = model(ids, labels=ids, use_cache=False)
+        stored = {name: expected.get(f"{length}/{name}") for name in found} | {"logits": expected[f"{length}/logits"]}
+        found["logits"] = output.logits
+        errors |= {
+            f"{length} {name}": relative_error(found[name], one) for name, one in stored.items() if one is not None
+        }
     kernel = model.model.layers[options["hcl_layer_idxs"][0]].mixer.tno.coefficients(64)
     errors["kernel"] = relative_error(kernel, expected["long_filter"])
-    record_property("parity evo2 float64", max(errors.values()))
-    assert max(errors.values()) < 1e-9 and len(errors) >= 3 + 2 * len(model.model.layers)
-    ids = expected["20/input_ids"]
-    assert relative_error(logits(weights, options, ids), expected["20/logits"]) < 1e-12  # of the definition below
-
-
-@over_sets
-def test_gradients(file):
-    """Of the loss, by the released names. Rows of `Wqkv` are in the order in which it is loaded."""
-    model, options, _, expected = golden(file)
-    ids = expected["20/input_ids"]
-    loss = cross_entropy(model(ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert abs(loss - expected["20/loss"]) < 1e-9
-    assert abs(model(ids, labels=ids, use_cache=False).loss - loss) < 2e-6  # transformers' is in float32
+    loss = cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(loss - expected["20/loss"]) < 1e-9 and abs(output.loss - loss) < 2e-6  # transformers' is in float32
     loss.backward()
-    start = "20/grad/"
-    released_ones = {name.removeprefix(start): one for name, one in expected.items() if name.startswith(start)}
-    wanted, _ = rename(released_ones, evo2.NAMES)
+    # By the released names. Rows of `Wqkv` are in the order after loading.
+    stored = {name.removeprefix("20/grad/"): one for name, one in expected.items() if "/grad/" in name}
+    wanted, _ = rename(stored, evo2.NAMES)
     evo2.prepare(wanted, options | {"column_split": False})
-    largest = max(one.abs().max().item() for one in wanted.values())
+    least = 1e-6 * max(one.abs().max().item() for one in wanted.values())
     for name, one in wanted.items():
-        scale = max(1e-6 * largest, one.abs().max().item())
-        assert relative_error(model.model.get_parameter(name).grad, one, scale=scale) < 1e-9, name
+        gradient = model.model.get_parameter(name).grad
+        errors[name] = relative_error(gradient, one, scale=max(least, one.abs().max().item()))
+    record_property("parity evo2 float64", max(errors.values()))
+    assert max(errors.values()) < 1e-9 and len(errors) > 50
+    assert relative_error(logits(weights, options, ids), expected["20/logits"]) < 1e-12  # the definition in helpers
 
 
 VARIANTS = [
@@ -84,7 +71,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
 def test_options(change):
-    """Against the definition in the description of the model, which does not permute weights."""
+    """Against the definition, which does not permute weights."""
     torch.manual_seed(3)
     options = TINY | {"vocab_size": 16} | change
     weights, ids = released(options), torch.randint(16, (2, 140))
@@ -96,84 +83,80 @@ def test_options(change):
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name):
     """They are the configuration of a converted checkpoint of these options and shapes."""
-    options = PRESETS[name]
-    weights = {tensor: torch.empty(shape, device="meta") for tensor, shape in shapes(options).items()}
-    given = (options, "evo2") if name == "evo2-tiny" else ({}, name)
-    config = convert(weights, *given)[0].config
+    weights = {tensor: torch.empty(shape, device="meta") for tensor, shape in shapes(PRESETS[name]).items()}
+    config = convert(weights, *((TINY, "evo2") if name == "evo2-tiny" else ({}, name)))[0].config
     assert config == load_preset(name, architectures=None, ski_interpolation=config.ski_interpolation)
 
 
-def write(folder: Path, form: str, weights: dict, options: dict) -> Path:
-    """A checkpoint in a form in which it may come; the path to give to the program."""
+def write(folder: Path, form: str, weights: dict, **options) -> Path:
+    """A checkpoint in a form in which it may come, with its options; the path to give to the program."""
     folder.mkdir()
-    (folder / "options.yml").write_text(yaml.safe_dump(options))
+    (folder / "options.yml").write_text(yaml.safe_dump(TINY | options))
     (folder / "config.json").write_text('{"model_type": "evo2"}')
     file = folder / "evo2_tiny.pt"
     torch.save(weights, file, _use_new_zipfile_serialization=form != "legacy")
     if form == "parts":
         content = file.read_bytes()
         file.unlink()
-        pieces = [content[start : start + 50_000] for start in range(0, len(content), 50_000)]
-        assert len(pieces) > 10  # so that part10 must come after part9
-        for number, piece in enumerate(pieces):
-            file.with_name(f"{file.name}.part{number}").write_bytes(piece)
-    return {"folder": folder, "parts": folder}.get(form, file)
+        for number in range(12):  # part10 comes after part9
+            size = len(content) // 12 + 1
+            Path(f"{file}.part{number}").write_bytes(content[number * size : (number + 1) * size])
+    return folder if form in ("folder", "parts") else file
 
 
-def run_conversion(given: Path, output: Path, *options) -> None:
-    run_script("convert_original", given, output, "--architecture", "evo2", *options)
+def run_conversion(given: Path, output: Path, *more) -> None:
+    options = given.with_name("options.yml") if given.is_file() else given / "options.yml"
+    run_script("convert_original", given, output, "--architecture", "evo2", "--hparams", options, *more)
 
 
 LOAD = """
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules.") and model.dtype == torch.bfloat16
-assert {name for name, one in model.named_parameters() if one.dtype == torch.float32} == set(sys.argv[3:])
 torch.save(model.double()(torch.arange(30)[None]).logits, sys.argv[2])
 """
-POLES = [f"model.layers.2.mixer.tno.{name}" for name in ("log_poles", "residues")]
 
 
 @pytest.mark.parametrize("form", ["file", "folder", "parts", "legacy"])
 def test_program(form, tmp_path):
     """Bytes of an FP8 library are not read, whatever is in them. Poles stay in float32, in a half model too."""
     torch.manual_seed(5)
-    weights, victim = released(TINY, torch.bfloat16), tmp_path / "executed"
-    hostile = io.BytesIO(pickle.dumps(Malicious(victim)))
-    states = {"blocks.0.projections._extra_state": hostile, "blocks.1.projections._extra_state": torch.ones(9).byte()}
-    given = write(tmp_path / "released", form, weights | states, TINY)
-    output, ids = tmp_path / "converted", torch.arange(30)[None]
-    run_conversion(given, output, f"--hparams {tmp_path}/released/options.yml --dtype bfloat16")
+    weights, victim, ids = released(TINY, torch.bfloat16), tmp_path / "executed", torch.arange(30)[None]
+    states = {"blocks.0.projections._extra_state": io.BytesIO(pickle.dumps(Malicious(victim)))}
+    weights["blocks.1.projections._extra_state"] = torch.ones(9).byte()
+    given, output = write(tmp_path / "released", form, weights | states), tmp_path / "converted"
+    run_conversion(given, output, "--dtype bfloat16")
     assert not victim.exists() and not [*output.glob(".parts*")]
-    report = read(output, "original")["tensors"]
-    assert report.keys() == {*weights, "blocks.1.projections._extra_state"}
-    half = AutoModelForCausalLM.from_pretrained(output)
+    assert read(output, "original")["tensors"].keys() == weights.keys()
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float64)
-    wide, found = {name: one.double() for name, one in weights.items()}, model(ids).logits
-    assert relative_error(found, logits(wide, TINY, ids)) < 1e-11
+    found = model(ids).logits
+    assert relative_error(found, logits({name: one.double() for name, one in weights.items()}, TINY, ids)) < 1e-11
+    half = AutoModelForCausalLM.from_pretrained(output)
     assert half.dtype == torch.bfloat16 and relative_error(half(ids).logits.double(), found) < 0.05
     for one in (half, half.to(torch.float16), AutoModelForCausalLM.from_pretrained(output).to(torch.bfloat16)):
-        assert {name for name, value in one.named_parameters() if value.dtype == torch.float32} == set(POLES)
-    poles = half.model.layers[2].mixer.tno.log_poles
-    assert torch.equal(poles, weights["blocks.2.filter.log_poles"][..., 0])
+        exact = {
+            name.rpartition(".")[2]: value for name, value in one.named_parameters() if value.dtype == torch.float32
+        }
+        assert exact.keys() == {"log_poles", "residues"}
+        assert torch.equal(exact["log_poles"], weights["blocks.2.filter.log_poles"][..., 0])
     if form == "parts":
+        (given / "evo2_tiny.pt.part3").unlink()
         with pytest.raises(SystemExit, match=r"must be a file or have all parts, got no evo2_tiny.pt.part3"):
-            (given / "evo2_tiny.pt.part3").unlink()
             run_conversion(given / "evo2_tiny.pt.part0", tmp_path / "other")
         assert not (tmp_path / "other").exists()
     if form == "file":  # saved again, and loaded where the package is not installed
-        AutoModelForCausalLM.from_pretrained(output).save_pretrained(tmp_path / "again")
-        program = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD, tmp_path / "again", tmp_path / "logits", *POLES]
-        processes.run(list(map(str, program)), env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")})
-        assert relative_error(torch.load(tmp_path / "logits"), found) < 1e-11
+        half.to(torch.bfloat16).save_pretrained(tmp_path / "again")
+        program = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD, tmp_path / "again", tmp_path / "logits"]
+        processes.run([*map(str, program)], env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")})
+        assert torch.equal(torch.load(tmp_path / "logits"), half.double()(ids).logits)
 
 
 def test_tokenizer(tmp_path):
     """A byte is its id. All 512 ids have a token, which a saved tokenizer has too; padding is on the left."""
     evo2.byte_tokenizer(1000).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert (len(tokenizer), tokenizer.model_max_length) == (512, 1000)
+    assert sorted(tokenizer.get_vocab().values()) == [*range(512)] and tokenizer.model_max_length == 1000
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 1, None)
     text = "ACGTNacgt|d__Bacteria;\n\t  p__\u00e9\u6f22" + "".join(map(chr, range(2, 128)))
     ids = tokenizer(text)["input_ids"]
@@ -181,100 +164,88 @@ def test_tokenizer(tmp_path):
     batch = tokenizer(["ACGT", "A"], padding=True, return_tensors="pt")
     assert batch.input_ids.tolist() == [[65, 67, 71, 84], [1, 1, 1, 65]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
-    assert tokenizer.decode(batch.input_ids[1], skip_special_tokens=True) == "A"
-    assert sorted(tokenizer.get_vocab().values()) == list(range(512))
 
 
-# What is changed of the weights or the options, None to leave it out; and the error.
-D, QKV, H = "blocks.1.filter.D", "blocks.3.inner_mha_cls.Wqkv.weight", "blocks.1.filter.h"
-PROJECTION = "blocks.0.projections.weight"
+# The error, and what is changed of the weights or the options; None is left out.
+D, H = "blocks.1.filter.D", "blocks.1.filter.h"
 REFUSED = {
     "hidden_size must be given for a conversion": {"hidden_size": None},
-    "hcl_layer_idxs must be given for a conversion": {"hcl_layer_idxs": None},
     "layers must have one kind each": {"hcl_layer_idxs": [1]},
     "checkpoint must have 6 layers, as its options, got 5": {"hcs_layer_idxs": [0, 4, 5]},
     "hidden_size must be 64, as in the weights .* got 128": {"hidden_size": 128},
-    "vocab_size must be 512, as in the weights .* got 64": {"vocab_size": 64},
     "inner_mlp_size must be 176, as in the weights .* got 192": {"inner_mlp_size": 192},
     "state_size must be 16, as in the weights .* got 8": {"state_size": 8},
     "hcm_filter_groups must be 8, as in the weights .* got 16": {"hcm_filter_groups": 16},
     "hcs_filter_length must be 128, as in": {"hcm_layer_idxs": [0], "hcs_layer_idxs": [1, 4]},
     "must hold blocks.2.filter.h .option hcm_layer_idxs": {"hcm_layer_idxs": [2], "hcl_layer_idxs": [1]},
     "qkv_proj_bias must be False for a conversion, got True": {"qkv_proj_bias": True},
-    "use_fp8_input_projections must be off .* 1, 20 and 40 .* allow_fp8": {"use_fp8_input_projections": True},
     "Missing .*layers.1.mixer.skip.weight": {D: None},
-    "size mismatch for blocks.1.filter.D": {D: torch.ones(32)},
-    "Missing .*layers.3.attention.q_proj.weight": {QKV: None},
-    "in_proj.weight must have 3 . hidden_size=192 rows, got 256": {PROJECTION: torch.ones(256, 64)},
-    "size mismatch for blocks.2.filter.residues": {"blocks.2.filter.residues": torch.ones(64, 8)},
     "must hold blocks.1.filter.h ": {H: None},
-    "Unexpected .*blocks.0.filter.D": {"blocks.0.filter.D": torch.ones(64)},
-    "Unexpected .*blocks.0.filter.bias": {"blocks.0.filter.bias": torch.ones(64)},
-    "floating-point numbers, got torch.int64 for blocks.1.filter.D": {D: torch.ones(64).long()},
+    "Missing .*layers.3.attention.q_proj.weight": {"blocks.3.inner_mha_cls.Wqkv.weight": None},
     "a whole model, got no embed_tokens.weight": {"embedding_layer.weight": None},
+    "Unexpected .*blocks.0.filter.D": {"blocks.0.filter.D": torch.ones(64)},
+    "size mismatch for blocks.1.filter.D": {D: torch.ones(32)},
+    "in_proj.weight must have 3 . hidden_size=192 rows": {"blocks.0.projections.weight": torch.ones(256, 64)},
+    "floating-point numbers, got torch.int64 for blocks.1.filter.D": {D: torch.ones(64).long()},
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit(message):
-    weights, options = released(TINY), dict(TINY)
-    for name, value in REFUSED[message].items():
-        (weights if "." in name else options)[name] = value
-    weights, options = ({name: one for name, one in given.items() if one is not None} for given in (weights, options))
-    with pytest.raises(ValueError, match=message):
-        convert(weights, options, "evo2")
+def test_what_does_not_fit():
+    for message, changes in REFUSED.items():
+        given = {name: one for name, one in (released(TINY) | TINY | changes).items() if one is not None}
+        weights = {name: given.pop(name) for name in [*given] if "." in name}
+        weights |= {name: given.pop(name) for name in ("embedding_layer.weight",) if name in given}
+        with pytest.raises(ValueError, match=message):
+            convert(weights, given, "evo2")
 
 
 def test_fp8_is_allowed_by_name(tmp_path):
-    given = write(tmp_path / "released", "file", released(TINY), TINY | {"use_fp8_input_projections": True})
-    options = f"--hparams {tmp_path}/released/options.yml"
-    with pytest.raises(SystemExit, match="models of 1, 20 and 40 billion"):
-        run_conversion(given, tmp_path / "out", options)
-    run_conversion(given, tmp_path / "out", options, "--allow_fp8")
+    given = write(tmp_path / "released", "file", released(TINY), use_fp8_input_projections=True)
+    with pytest.raises(SystemExit, match="must be off .* models of 1, 20 and 40 billion .* option allow_fp8"):
+        run_conversion(given, tmp_path / "out")
+    run_conversion(given, tmp_path / "out", "--allow_fp8")
     with pytest.raises(SystemExit, match="hidden_size must be 64, as in the weights of the checkpoint, got 4096"):
         run_script("convert_original", given, tmp_path / "other", "--architecture", "evo2-7b-1m")
 
 
 def test_hostile_files(tmp_path):
     """End in one line. Nothing in them is run, and nothing is written."""
-    victim, weights = tmp_path / "executed", released(TINY)
-    given, output = write(tmp_path / "released", "file", weights, TINY), tmp_path / "out"
-    options, content = f"--hparams {tmp_path}/released/options.yml", given.read_bytes()
-    state = io.BytesIO()
+    victim, output, weights, state = tmp_path / "executed", tmp_path / "out", released(TINY), io.BytesIO()
+    given = write(tmp_path / "released", "file", weights)
+    content, options = given.read_bytes(), given.with_name("options.yml")
     state.__setstate__((b"", 0, {"name": Malicious(victim)}))
     for evil in (Malicious(victim), state, {"recipe": Malicious(victim)}):
         for zipped in (True, False):
             torch.save(weights | {"a._extra_state": evil}, given, _use_new_zipfile_serialization=zipped)
             with pytest.raises(SystemExit, match="would run code"):
-                run_conversion(given, output, options)
+                run_conversion(given, output)
     for cut in (content[: len(content) // 2], content[:-1], b"", content[5000:]):
         given.write_bytes(cut)
         with pytest.raises(SystemExit, match="evo2_tiny.pt is refused: it is damaged"):
-            run_conversion(given, output, options)
+            run_conversion(given, output)
     torch.save({"backbone.layers.0.mixer.in_proj.weight": torch.ones(3, 1), "lm_head.weight": torch.ones(1)}, given)
     with pytest.raises(SystemExit, match="a whole model, got no embed_tokens.weight"):
-        run_conversion(given, output, options)
+        run_conversion(given, output)
+    given.with_name("other.pt").touch()
+    with pytest.raises(SystemExit, match="must hold config.json and one of .* with evo2_tiny.pt, other.pt"):
+        run_conversion(given.parent, output)
     given.write_bytes(content)
     bomb = "a: &a [1, 2]\nb: [*a, *a]"
     for text in (bomb, "- 1", "a: !!python/object/apply:os.system [ls]", "a: [", "[" * 10**4, "a: \x00"):
-        (tmp_path / "bad.yml").write_text(text)
-        with pytest.raises(SystemExit, match="--hparams must be a JSON object or a YAML mapping, got .*bad.yml"):
-            run_conversion(given, output, f"--hparams {tmp_path}/bad.yml")
-    given.with_name("other.pt").touch()
-    with pytest.raises(SystemExit, match="must hold config.json and one of .* with evo2_tiny.pt, other.pt"):
-        run_conversion(given.parent, output, options)
+        options.write_text(text)
+        with pytest.raises(SystemExit, match="--hparams must be a JSON object or a YAML mapping, got .*options.yml"):
+            run_conversion(given, output)
     assert not victim.exists() and not output.exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from Linux")
 def test_a_checkpoint_is_not_in_memory(tmp_path):
     """A file is mapped: its tensors are read when they are used, and no copy of them is kept."""
-    torch.save({"a": torch.ones(32, 2**20), "b": torch.ones(2**20)}, tmp_path / "a.pt")
-    before = anonymous_memory()
+
+    def memory() -> int:
+        return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
+
+    torch.save({"a": torch.ones(2**25)}, tmp_path / "a.pt")
+    before = memory()
     tensors, _ = read_checkpoint(tmp_path / "a.pt")
-    total = tensors["a"].sum().item()
-    assert total == 2**25 and anonymous_memory() - before < 2**25  # of 2**27
-
-
-def anonymous_memory() -> int:
-    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
+    assert tensors["a"].sum() == 2**25 and memory() - before < 2**25  # of 2**27
