@@ -38,6 +38,9 @@ from .toeplitz_fused import differentiable_gradients, must_differentiate
 # The least block b, and that of recorded graphs. Kernels of all lengths up to its square are the same sums.
 LEAST_BLOCK = 64
 
+# Blocks of a chunk that a recurrence reads in one product.
+BLOCKS = 32
+
 
 class Poles(NamedTuple):
     """The discrete poles exp(-rate + i angle), `(D, Q)` each."""
@@ -193,14 +196,18 @@ class DiagonalRecurrence(ModalRecurrence):
         return None
 
     def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers: None = None):
-        count = until - state.counters.covered
+        count, size = until - state.counters.covered, self.horizon
         if count <= 0:
             return
-        table, memory = self._table, state.tensors["memory"]
-        for block in waiting[..., :count].split(self.horizon, dim=-1):
-            length = block.shape[-1]
-            added = torch.einsum("bdn,dnq->bdq", block.flip(-1), table[:, :length])  # (B, D, 2Q)
-            memory = memory * complex_of(table[:, length]) + complex_of(added)
+        table, memory, rest = self._table, state.tensors["memory"], count % size
+        parts = waiting[..., :count].split([count - rest, rest], dim=-1)
+        for piece in (one for part in parts if part.shape[-1] for one in part.split(BLOCKS * size, dim=-1)):
+            length = min(size, piece.shape[-1])
+            blocks = piece.unflatten(-1, (-1, length)).flip(-1)  # (B, D, I, H)
+            added = torch.einsum("bdin,dnq->bdiq", blocks, table[:, :length])  # (B, D, I, 2Q)
+            fading = complex_of(table[:, length])  # (D, Q)
+            for one in complex_of(added).unbind(2):
+                memory = memory * fading + one
         state.tensors["memory"] = memory
         state.counters.covered = until
 
