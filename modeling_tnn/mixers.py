@@ -132,13 +132,13 @@ class ShortConvolution(ToeplitzOperator):
         """The product by definition: m shifted copies, of packed rows within documents. A transform takes longer."""
         taps = self.taps.to(compute_dtype(torch.promote_types(v.dtype, self.taps.dtype)))
         length, count = v.shape[1], taps.shape[1]
-        x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `apply_channel_major` lays it
+        x = v.permute(2, 0, 1)  # (3D, B, L), as `apply_channel_major` lays it
         around = (count - 1 + self.first, -self.first)
         begins = range(count - 1, -1, -1)  # of the copies, by their lag, among the L + m - 1 positions of `whole`
         own = None if documents is None else documents.numbers(v.device)  # (B, L)
 
         def of_channels(chosen: slice) -> torch.Tensor:  # (C, B, L)
-            whole = pad(x[chosen], around)
+            whole = pad(x[chosen].to(taps.dtype), around)
             copies = (whole[..., begin : begin + length] for begin in begins)
             terms = (copy * tap[:, None, None] for copy, tap in zip(copies, taps[chosen].unbind(1), strict=True))
             if own is not None:
@@ -160,9 +160,12 @@ class ShortConvolution(ToeplitzOperator):
                 mixed = continue_sequence(self, context.cache.layers[self.layer_idx], v, gate)
         if self.bias is None:
             return mixed
-        bias = self.bias.to(mixed.dtype)
-        # In place: gigabytes for a long read.
-        return mixed + bias if torch.is_grad_enabled() or must_be_eager() else mixed.add_(bias)
+        return add_to(mixed, self.bias.to(mixed.dtype))
+
+
+def add_to(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """total + x; in place without gradients, which saves gigabytes in a long read."""
+    return total + x if torch.is_grad_enabled() or must_be_eager() else total.add_(x)
 
 
 class SkipWeight(nn.Module):
@@ -214,7 +217,9 @@ class TnnHyena(nn.Module):
         p, q, v = filtered.chunk(3, dim=-1)  # (B, L, D) each
         x = q * v
         mixed = mix_tokens(self.tno, x, Gate(mask=context.mask), context)
-        return p * (mixed if self.skip is None else mixed + self.skip(x))
+        mixed = mixed if self.skip is None else add_to(self.skip(x), mixed)
+        del x
+        return p * mixed
 
 
 class TnnMultiHyena(TnnHyena):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .numerics import compute_dtype, is_exported, is_on_host, is_recomputed, must_be_eager, without_narrowing
+from .numerics import by_parts, compute_dtype, is_exported, is_on_host, is_recomputed, must_be_eager, without_narrowing
 
 
 def root_mean_square(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,12 @@ class SimpleRMSNorm(nn.Module):
         self.size = size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normalize(x.to(compute_dtype(x.dtype))).to(x.dtype)
+        wide, width = compute_dtype(x.dtype), x[..., 0, :].numel()
+
+        def normalized(chosen: slice) -> torch.Tensor:
+            return self.normalize(x[..., chosen, :].to(wide)).to(x.dtype)
+
+        return by_parts(normalized, x.shape[-2], width, x, dim=x.dim() - 2)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of `x` `(..., d)` in float32 or float64."""

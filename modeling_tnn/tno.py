@@ -6,6 +6,7 @@ B batch, L length, D channels. A variant is a subclass that defines the coeffici
 an entry in `tno_auto.py` and in `configuration_tnn.py` or, outside the package, one call of `register_operator`.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .configuration_tnn import MULTIHYENA
 from .extensions import extensions
-from .numerics import is_exported, without_narrowing
+from .numerics import by_parts, is_exported, is_plain, without_narrowing
 from .packing import Documents
 from .recurrence import FilterRecurrence, Prompt, Recurrence
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, gated_convolution, toeplitz_matmul
@@ -61,6 +62,7 @@ class ToeplitzOperator(nn.Module):
     state_name = "tno"  # of its decoding state in the layer of a cache
     shift_invariant = True  # if not, rows are aligned to their first real token before the operator
     is_recurrence = False  # whether its state is small for any kernel: `to_recurrent` leaves such models unchanged
+    kernel_in_parts = False  # whether the kernels of some filters cost no more than their share of those of all
     half_lags: int | None = None  # number of lags, on each side, that products in half precision need; None: all
     # Names of parameters and buffers that stay in float32 or float64 however a model is built, loaded or cast.
     fp32_parameters: tuple[str, ...] = ()
@@ -214,12 +216,29 @@ def kernel_arguments(operator: ToeplitzOperator, v: torch.Tensor, as_taps: bool 
 
 
 def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Kernel | None = None) -> torch.Tensor:
-    """The gated product as a convolution, with `kernel` if it is known."""
+    """The gated product as a convolution, with `kernel` if it is known; else a long read may take it in parts."""
+    if kernel is None and operator.kernel_in_parts and is_plain(operator) and not torch.is_grad_enabled():
+
+        def of_filters(chosen: slice) -> torch.Tensor:  # (C, B, L)
+            part = gate if gate.u is None else gate._replace(u=gate.u[..., chosen])
+            twin, x = with_filters(operator, chosen), v[..., chosen]
+            return convolve(twin, x, part, twin.kernel_of(*kernel_arguments(twin, x))).permute(2, 0, 1)
+
+        return by_parts(of_filters, operator.channels, v.shape[1], v).permute(1, 2, 0)
     kernel = operator.kernel_of(*kernel_arguments(operator, v)) if kernel is None else kernel
     if is_response(kernel):
         return gated_convolution(v, kernel, 0, operator.implementation, gate)
     matmul = causal_toeplitz_matmul if operator.causal else toeplitz_matmul
     return matmul(v, kernel, operator.implementation, gate)
+
+
+def with_filters(operator: ToeplitzOperator, chosen: slice) -> ToeplitzOperator:
+    """A shallow copy of an operator without submodules, with the chosen filters."""
+    twin, sides, own = copy.copy(operator), operator.channel_parameters, operator._parameters.items()
+    given = {name: one.unflatten(0, (sides[name], -1)) for name, one in own if one is not None}
+    rows = {name: one[:, chosen].flatten(0, 1) for name, one in given.items()}
+    vars(twin).update(_parameters=operator._parameters | rows, channels=len(range(operator.channels)[chosen]))
+    return twin
 
 
 def gated_matmul(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Kernel | None) -> torch.Tensor:

@@ -232,7 +232,7 @@ def complex_of(parts: torch.Tensor) -> torch.Tensor:
 class DiagonalOperator(ToeplitzOperator):
     """An operator with sums of exponentials, `num_modes` of each filter, as kernels. A variant defines `modes`."""
 
-    is_recurrence = True
+    is_recurrence = kernel_in_parts = True
     window = 1  # of `ModalRecurrence`: the tap at lag 0, which has d, is apart from the modes
     direct: nn.Parameter | None  # d, `(D,)`
     num_modes: int
