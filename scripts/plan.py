@@ -3,11 +3,14 @@
 Needs no GPU. Memory is counted in a step on tensors without values; a step fits if it takes at most nine tenths of
 --device_memory. Speed is an estimate: --model_flop_use of the peak of --gpu, without communication.
 
+With --read, a step is one pass without gradients of a model in --dtype, on a GPU or, with --use_cpu, on a CPU.
+
 ddp has a copy of the model on each of --processes GPUs and fsdp2 a shard, each with --per_device_train_batch_size
 sequences; sp divides sequences over the GPUs, which share them.
 
 Example:
     python scripts/plan.py --config_name tnn-causal --lengths 2048 32768 --mixed_precision bf16 --device_memory 80
+    python scripts/plan.py --config_name tnn-causal --lengths 131072 --read --dtype bfloat16
     python scripts/plan.py --config_overrides hidden_size=4096,num_hidden_layers=32 --processes 1 8 --device_memory 80
 """
 
@@ -36,6 +39,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="How GPUs share the work.")
     parser.add_argument("--per_device_train_batch_size", type=int, default=1)
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no")
+    parser.add_argument("--read", action="store_true", help="Plan reading in place of training.")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--use_cpu", action="store_true")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw_torch_fused")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--device_memory", type=float, help="GiB of a GPU.")
@@ -47,6 +53,8 @@ def parse_arguments() -> argparse.Namespace:
     for name, least, given in (("lengths", 2, args.lengths), ("processes", 1, args.processes)):
         if min(given) < least:
             parser.error(f"--{name} must be at least {least}, got {min(given)}")
+    if args.use_cpu and not args.read:
+        parser.error("--use_cpu must be off without --read, got on: training is planned for GPUs")
     find_config(args.config_name)  # before anything slow
     if args.output_file is not None:
         check_writable(args.output_file)

@@ -1,4 +1,4 @@
-"""Count the memory of training steps on tensors without values, and estimate their speed from operations."""
+"""Count the memory of training steps and of reading on tensors without values, and estimate speed from operations."""
 
 import argparse
 import sys
@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from modeling_tnn import modeling_tnn, numerics
+from modeling_tnn import modeling_tnn, numerics, toeplitz_fused
+from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.parallel.sequence import SequenceParallel
 from tnn_programs.cli.atomic import write_json
@@ -33,7 +34,8 @@ from tnn_programs.training.passes import summed_loss
 from tnn_programs.training.processes import shard_operators
 
 USABLE = 0.9  # of the memory of a GPU
-PARTS = ("states", "activations", "working", "peak")
+TARGETS = ("labels", "future_values")
+PARTS = ("states", "weights", "activations", "cache", "working", "peak")
 
 
 class PeakMemory(TorchDispatchMode):
@@ -121,6 +123,39 @@ def training_step(args: PretrainArguments, config: TnnConfig, engine: str, mesh)
     optimizer.step()
 
 
+def reading(args: PretrainArguments, config: TnnConfig, dtype: torch.dtype) -> Iterator:
+    """Read a batch without gradients. Yields the model before it has weights, then with them, and last its cache."""
+    with torch.device("meta"):
+        model, batch = build_example(args, config)
+    yield model.to(dtype).eval()
+    model._apply(lambda one: torch.zeros(one.shape, dtype=one.dtype)).tie_weights()
+    yield model
+    inputs = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in batch.items() if name not in TARGETS}
+    options = {"use_cache": True, "logits_to_keep": 1} if "input_ids" in batch and config.causal else {}
+    with torch.no_grad():
+        yield model(**inputs, **options).get(CACHE)
+
+
+def count_reading(args: PretrainArguments, config: TnnConfig, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
+    """Count the bytes when a pass without gradients takes most, by part.
+
+    `weights` are parameters and buffers, `cache` what a causal model needs to continue, and `working` all else.
+    """
+    memory, step = PeakMemory(), reading(args, config, dtype)
+    # The code of a GPU reads no values; what differs in memory are the sizes of its parts.
+    part = mock.patch.object(numerics, "LARGE_PART", numerics.PART if on_cpu else numerics.LARGE_PART)
+    sizes = toeplitz_fused.CHUNK if on_cpu else toeplitz_fused.LARGE_CHUNK
+    chunk, model = mock.patch.object(toeplitz_fused, "LARGE_CHUNK", sizes), next(step)
+    with pretended_gpus(1), part, chunk, FakeTensorMode(), memory:
+        next(step)
+        memory.peak = weights = memory.now
+        cache = next(step)
+        held, peak = memory.now - weights, memory.peak
+        del cache
+    found = {"parameters": model.num_parameters(), "weights": weights, "cache": held}
+    return found | {"working": peak - weights - held, "peak": peak}
+
+
 def count(args: PretrainArguments, config: TnnConfig, engine: str, processes: int) -> dict[str, float]:
     """Count the bytes on the first GPU when a step takes most, by part, and the operations of a token.
 
@@ -164,6 +199,14 @@ def pretended_gpus(number: int) -> Iterator:
         dist.destroy_process_group()
 
 
+def in_gib(row: dict, args: argparse.Namespace) -> dict:
+    """A row with memory in GiB, and whether it fits, if the memory of the device is given."""
+    row |= {part: row[part] / 2**30 for part in PARTS if part in row}
+    if args.device_memory is not None:
+        row["fits"] = "yes" if row["peak"] <= USABLE * args.device_memory else "no"
+    return row
+
+
 def rows_of(args: argparse.Namespace) -> Iterator[dict]:
     """Count and estimate all steps, memory in GiB."""
     speed = args.model_flop_use * 1e12 * PEAKS[args.gpu][args.mixed_precision == "no"]
@@ -177,13 +220,14 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
             raise ValueError(f"--config_name must be a model of sequences, got {args.config_name}, one of images")
         if config.input_channels is not None and max(args.processes) > 1 and "sp" in args.engines:
             raise ValueError("--engines must be ddp or fsdp2 for a model of real values, got sp")
+        if args.read:
+            dtype = getattr(torch, str(config.dtype or "float32") if args.dtype == "auto" else args.dtype)
+            yield in_gib({"length": length} | count_reading(options, config, dtype, args.use_cpu), args)
+            continue
         for number in args.processes:
             for engine in args.engines if number > 1 else [""]:
                 row = {"engine": engine, "gpus": number, "length": length} | count(options, config, engine, number)
-                row |= {part: row[part] / 2**30 for part in PARTS}
-                if args.device_memory is not None:
-                    row["fits"] = "yes" if row["peak"] <= USABLE * args.device_memory else "no"
-                yield row | {"tokens_per_second": round(number * speed / row["flops_per_token"])}
+                yield in_gib(row, args) | {"tokens_per_second": round(number * speed / row["flops_per_token"])}
 
 
 def run(args: argparse.Namespace):
@@ -192,9 +236,14 @@ def run(args: argparse.Namespace):
     heads = [name for name in ("engine", "gpus", "length", *PARTS, "fits", "tokens_per_second") if name in rows[0]]
     shapes = {int: "{:,}", float: "{:,.2f}", str: "{}"}
     lines = [[shapes[type(row[name])].format(row[name]) for name in heads] for row in rows]
+    what = (
+        "GiB on each GPU when a step takes most; tokens a second on all GPUs, an estimate:\n"
+        f"{args.model_flop_use:.1%} of the peak of {args.gpu}, without communication."
+    )
+    if args.read:
+        what = f"GiB on a {'CPU' if args.use_cpu else 'GPU'} when a pass without gradients takes most."
     sys.stdout.write(
-        f"{rows[0]['parameters']:,} parameters. GiB on each GPU when a step takes most; tokens a second on all GPUs, "
-        f"an estimate:\n{args.model_flop_use:.1%} of the peak of {args.gpu}, without communication.\n\n"
+        f"{rows[0]['parameters']:,} parameters. {what}\n\n"
         f"{markdown_table([head.replace('_', ' ') for head in heads], lines)}\n"
     )
     if args.output_file is not None:
