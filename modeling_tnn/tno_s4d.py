@@ -253,7 +253,7 @@ class DiagonalOperator(ToeplitzOperator):
 
     def slowest_rate(self) -> torch.Tensor:
         """The smallest -log|lambda_q| of all modes, `()`, not below 0."""
-        return self.modes()[0].rate.min().clamp(min=0)
+        return self.modes()[0].rate.min().clamp(min=0).abs()  # not -0, whose inverse is -inf
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         (poles, weights), like = self.modes(), next(self.parameters())

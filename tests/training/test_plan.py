@@ -1,5 +1,6 @@
 """The counts of `tnn plan` against what PyTorch's allocator gives out in the same step, with each engine."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -21,9 +22,13 @@ FIELDS = ",".join(f"{name}={value}" for name, value in SIZES.items())
 
 def measured_peak(args: PretrainArguments, config: TnnConfig, engine: str, processes: int) -> int:
     """The most bytes that the allocator has given out during the step, on tensors with values."""
-    watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with plan.pretended_gpus(processes) as mesh, watch as profiler:
-        step = plan.training_step(args, config, engine, mesh)
+    with plan.pretended_gpus(processes) as mesh:
+        return peak_of(plan.training_step(args, config, engine, mesh))
+
+
+def peak_of(step: Iterator) -> int:
+    """The most bytes that the allocator has given out at a time after what `step` yields first."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         next(step)
         with record_function("start"):
             list(step)
@@ -71,6 +76,34 @@ def test_counted_is_measured(engine, processes, fields, options, monkeypatch):
     assert counted["peak"] == sum(counted[part] for part in ("states", "activations", "working"))
 
 
+# The kinds of layers of Evo 2, each alone and all in one model.
+KINDS = {
+    "explicit": {"layer_types": ["explicit"], "explicit_length": 7, "num_filter_groups": 8},
+    "exponential": {"layer_types": ["exponential"], "num_modes": 16, "hyena_skip": True},
+    "attention": {"layer_types": ["full_attention"], "num_attention_heads": 2},
+    "all": {"layer_types": ["explicit", "exponential", "full_attention"], "hidden_dropout_prob": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "dtype", "on_cpu"),
+    [("all", 3000, "bfloat16", True), *slow(*((kind, 20_000, "bfloat16", True) for kind in KINDS)),
+     *slow(("all", 20_000, "float32", True), ("all", 3000, "bfloat16", False))],
+)  # fmt: skip
+def test_counted_reading_is_measured(kind, length, dtype, on_cpu):
+    """Also where the state is made from a long prompt. Of a CPU, the code of a CPU runs."""
+    fields = {"num_hidden_layers": 1, "toeplitz_mixer": "hyena", "gtu_expansion": 1, "norm_type": "rmsnorm"}
+    fields |= {"num_hidden_layers": 3} if kind == "all" else {}
+    config = TnnConfig(vocab_size=300, hidden_size=64, **fields | KINDS[kind])
+    args = PretrainArguments(block_size=length, per_device_train_batch_size=2, learning_rate=1e-3)
+    counted = plan.count_reading(args, config, getattr(torch, dtype), on_cpu)
+    with nullcontext() if on_cpu else plan.pretended_gpus(1):
+        step = plan.reading(args, config, getattr(torch, dtype))
+        next(step)
+        assert counted["peak"] == pytest.approx(peak_of(step), rel=0.01)
+    assert counted["peak"] == sum(counted[part] for part in ("weights", "cache", "working"))
+
+
 @pytest.mark.slow
 def test_real_values(tmp_path):
     """The head of a preset, the memory of which grows with the length; sequences of values are not divided."""
@@ -80,6 +113,8 @@ def test_real_values(tmp_path):
         rows = read(tmp_path, "plan")["rows"]
         assert {row["parameters"] for row in rows} == {read_presets()[name].parameters}
         assert rows[0]["peak"] < rows[2]["peak"] and rows[0]["flops_per_token"] > 3 * rows[0]["parameters"]
+    run_script("plan", f"--config_name tnn-forecaster --lengths 64 --read --output_file {tmp_path}/plan.json")
+    assert read(tmp_path, "plan")["rows"][0]["peak"] < rows[0]["peak"]
     with pytest.raises(SystemExit, match="--engines must be ddp or fsdp2 for a model of real values, got sp"):
         run_script("plan", "--config_name tnn-forecaster --processes 2")
 
