@@ -111,8 +111,8 @@ def load_model(name: str):
 def run(args: argparse.Namespace):
     """Read the kernels, draw them, and report their horizons."""
     with importing("scripts"):
-        from modeling_tnn.plotting import figures
-        from modeling_tnn.plotting.reading import read_model
+        from tnn_programs.plotting import figures
+        from tnn_programs.plotting.reading import read_model
 
     model = load_model(args.model_name_or_path)
     length = args.length or model.config.axis_length

@@ -27,11 +27,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_tnn.numerics import compute_dtype
-from modeling_tnn.plotting.reading import poles_of
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tools.recurrent import fit_layer, kernel_to_fit, own_weights
 from tnn_programs.cli.atomic import check_overwriting, claim
+from tnn_programs.plotting.reading import poles_of
 from tnn_programs.to_recurrent import parser, run, summary
 
 COLUMNS = (

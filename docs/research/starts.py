@@ -35,11 +35,11 @@ import torch
 from scipy.stats import entropy
 from transformers import PreTrainedModel, TrainingArguments
 
-from modeling_tnn.plotting.reading import Kernel
 from modeling_tnn.tno import ToeplitzOperator
 from tnn_programs.cli.declared import trainer_arguments, training_options
 from tnn_programs.cli.parser import parse_arguments
 from tnn_programs.cli.tables import markdown_table
+from tnn_programs.plotting.reading import Kernel
 from tnn_programs.run_ablation import AblationArguments
 from tnn_programs.training.comparing import Runs, comparison
 from tnn_programs.training.grouping_trainer import GroupingTrainer

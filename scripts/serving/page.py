@@ -17,12 +17,12 @@ from tnn_programs.cli.errors import importing
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_tnn.plotting import figures
-from modeling_tnn.plotting.reading import read_model
 from modeling_tnn.serving.scheduler import QueueFullError
 from tnn_programs.cli.sampling import given_sampling, sampling
 from tnn_programs.cli.serving_arguments import PageArguments
 from tnn_programs.cli.text_files import check_text
+from tnn_programs.plotting import figures
+from tnn_programs.plotting.reading import read_model
 from tnn_programs.serving.engine import Engine, Text
 from tnn_programs.serving.writing import CHARACTERS_PER_TOKEN, load_served, name_of, sampling_of
 

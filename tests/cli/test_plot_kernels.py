@@ -11,8 +11,8 @@ import torch
 from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import run
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
-from modeling_tnn.plotting.reading import Kernel, octave_shares, octaves, poles_of, read_layer, summary
 from modeling_tnn.tno_auto import build_tno
+from tnn_programs.plotting.reading import Kernel, octave_shares, octaves, poles_of, read_layer, summary
 
 
 def test_horizon_and_shares_of_known_kernels():

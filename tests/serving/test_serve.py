@@ -10,8 +10,8 @@ import torch
 
 from helpers.api_server import wait_until_idle
 from helpers.scripts import run, save_model
-from modeling_tnn.plotting.reading import read_model
 from modeling_tnn.serving.request import Request
+from tnn_programs.plotting.reading import read_model
 from tnn_programs.serving.engine import Engine
 from tnn_programs.serving.page import WAITING, Writer, draw_kernels, stopped
 from tnn_programs.serving.writing import load_served

@@ -12,9 +12,9 @@ from helpers.models import lively_language_model, relative_error, seeded, tiny_c
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.attention import make_attention_inputs
 from modeling_tnn.inputs import token_positions
-from modeling_tnn.plotting.reading import read_model
 from modeling_tnn.tno import LayerContext
 from tnn_programs.cli.parser import load_config, parse_overrides
+from tnn_programs.plotting.reading import read_model
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)

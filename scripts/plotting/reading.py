@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..tno_auto import TwoAxisOperator
-from ..tno_modal import ModalOperator
-from ..tno_rtf import RtfOperator, companion_matrix
-from ..tno_s4d import S4dOperator
+from modeling_tnn.tno_auto import TwoAxisOperator
+from modeling_tnn.tno_modal import ModalOperator
+from modeling_tnn.tno_rtf import RtfOperator, companion_matrix
+from modeling_tnn.tno_s4d import DiagonalOperator
 
 HORIZON_SHARE = 0.9
 # Number of positions of an unbounded kernel that are read first, and at most.
@@ -175,7 +175,7 @@ def poles_of(operator) -> torch.Tensor | None:
     """
     if isinstance(operator, RtfOperator):
         poles = torch.linalg.eigvals(companion_matrix(operator.denominators()))  # (D, N)
-    elif isinstance(operator, ModalOperator | S4dOperator):
+    elif isinstance(operator, ModalOperator | DiagonalOperator):
         one = torch.ones(1, device=next(operator.parameters()).device)
         poles = torch.atleast_2d(operator.powers(one)[..., 0])
     else:

@@ -13,7 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from .reading import Kernel, octave_shares
+from tnn_programs.plotting.reading import Kernel, octave_shares
 
 matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": False})
 LINE, ACCENT = "#2166ac", "#d6604d"
