@@ -128,6 +128,8 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     if not isinstance(state, dict):
         raise ValueError(f"{path} must hold the tensors of a model by their names, got {type(state).__name__}")
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if short := [name for name, one in tensors.items() if one.is_meta or one.untyped_storage().nbytes() < one.nbytes]:
+        raise ValueError(f"{path} must hold all numbers of a tensor, got fewer for {short[0]}")
     return tensors, options_of(content)
 
 
@@ -297,10 +299,11 @@ def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
     with torch.device("meta"):
         model = HEADS[head](config)
     counts = "num_batches_tracked"  # of batch norms
-    if wrong := [name for name in tensors if not (tensors[name].is_floating_point() or name.endswith(counts))]:
+    floats = {name for name, one in tensors.items() if one.is_floating_point() and one.itemsize > 1}
+    if wrong := [name for name in tensors if not (name in floats or name.endswith(counts))]:
         dtype = tensors[wrong[0]].dtype
         raise ValueError(f"The tensors must have floating-point numbers, got {dtype} for {official_names[wrong[0]]}")
-    weights = {name_in_model(name, head): value for name, value in tensors.items()}
+    weights = {name_in_model(name, head): value.contiguous() for name, value in tensors.items()}
     official = {name_in_model(name, head): official for name, official in official_names.items()}
     if config.tie_word_embeddings and "lm_head.weight" in model.state_dict():
         weights["lm_head.weight"] = tensors[EMBEDDING]

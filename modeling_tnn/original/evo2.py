@@ -71,8 +71,7 @@ def check(tensors: dict, options: dict):
             "parameters were trained with FP8 projections, and their authors say that they need them. "
             "The option allow_fp8 converts them all the same."
         )
-    numbers = sorted(index for kind in KINDS for index in options[f"{kind}_layer_idxs"])
-    if numbers != [*range(len(numbers))]:
+    if (numbers := sorted(sum((options[f"{kind}_layer_idxs"] for kind in KINDS), []))) != [*range(len(numbers))]:
         raise ValueError(f"The layers must have one kind each (hcs_layer_idxs and others), got {numbers}")
 
 

@@ -125,6 +125,7 @@ def test_program(form, tmp_path):
     weights, victim, ids = released(TINY, torch.bfloat16), tmp_path / "executed", torch.arange(30)[None]
     states = {"blocks.0.projections._extra_state": io.BytesIO(pickle.dumps(Malicious(victim)))}
     weights["blocks.1.projections._extra_state"] = torch.ones(9).byte()
+    weights["blocks.0.mlp.l1.weight"] = weights["blocks.0.mlp.l1.weight"].t().contiguous().t()  # of any strides
     given, output = write(tmp_path / "released", form, weights | states), tmp_path / "converted"
     run_conversion(given, output, "--dtype bfloat16")
     assert not victim.exists() and not [*output.glob(".parts*")]
@@ -187,6 +188,7 @@ REFUSED = {
     "size mismatch for blocks.1.filter.D": {D: torch.ones(32)},
     "in_proj.weight must have 3 . hidden_size=192 rows": {"blocks.0.projections.weight": torch.ones(256, 64)},
     "floating-point numbers, got torch.int64 for blocks.1.filter.D": {D: torch.ones(64).long()},
+    "floating-point numbers, got torch.float8_e4m3fn for": {D: torch.ones(64).to(torch.float8_e4m3fn)},
 }
 
 
@@ -226,6 +228,10 @@ def test_hostile_files(tmp_path):
     torch.save({"backbone.layers.0.mixer.in_proj.weight": torch.ones(3, 1), "lm_head.weight": torch.ones(1)}, given)
     with pytest.raises(SystemExit, match="a whole model, got no embed_tokens.weight"):
         run_conversion(given, output)
+    for empty in (torch.ones(1, 1).expand(2**24, 64), torch.ones(512, 64, device="meta"), torch.eye(512).to_sparse()):
+        torch.save(weights | {"embedding_layer.weight": empty}, given)
+        with pytest.raises(SystemExit, match="must hold all numbers of a tensor|got what cannot be read"):
+            run_conversion(given, output)
     given.with_name("other.pt").touch()
     with pytest.raises(SystemExit, match="must hold config.json and one of .* with evo2_tiny.pt, other.pt"):
         run_conversion(given.parent, output)
