@@ -3,9 +3,7 @@
 import json
 import math
 import re
-import shlex
 import shutil
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +12,6 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from helpers import processes
 from helpers.glue import glue_options, rows
 from helpers.models import slow
 from helpers.scripts import read, run_script, table_rows, tree, write_config
@@ -345,19 +342,16 @@ def test_labels_of_another_classifier_are_refused(exchanged, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_said_of_a_run(encoder, tmp_path, caplog, capsys):
-    """The rate that was not given, the loss in the bar, the accuracy beside F1, and how to classify next."""
+def test_what_is_said_of_a_run(encoder, tmp_path, caplog):
+    """The rate that was not given, the accuracy beside F1, and what a resumed run takes over."""
     films, out = rows(20), tmp_path / "out"
     pairs = {"sentence1": films["sentence"], "sentence2": films["sentence"], "label": films["label"]}
     given = f"--task_name mrpc --dataset_path {write_task(tmp_path, 'mrpc', pairs)} --max_steps 10 --do_train"
     use(encoder, out, given, "--do_eval --save_steps 5")
     rate = "learning rate 0.001, measured for TNNs up to 256 wide, docs/research/figures/glue-rates.json"
-    assert rate in caplog.text and re.search(r"loss \d", capsys.readouterr().err)
+    assert rate in caplog.text
     (row,) = [cells for cells in table_rows((out / "results.md").read_text()) if cells[0] == "mrpc"]
     assert row[1] == "f1" and re.fullmatch(r"accuracy [\d.]+", row[-1])
-    command = next(line for line in caplog.text.splitlines() if "text-classification" in line)
-    answer = processes.run([sys.executable, *shlex.split(command)[1:]], check=True).stdout
-    assert "'label': '" in answer
     options = read(out, "training_args")
     assert options["learning_rate"] == 1e-3 and options["logging_steps"] == 10
     caplog.clear()
