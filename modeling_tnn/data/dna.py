@@ -59,14 +59,17 @@ def nucleotide_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def reverse_complement(ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return the ids `(B, L)` of the other strand, with the tokens around a sequence where they are.
 
-    Masked and unknown nucleotides move with the sequence. A row holds one sequence.
+    Masked and unknown nucleotides move with the sequence. A row holds one sequence. Letters in lower case have
+    complements in lower case, where they have tokens of their own.
 
     Raises:
         ValueError: see `nucleotide_ids`.
     """
     letters, places = nucleotide_ids(tokenizer), torch.arange(ids.shape[-1], device=ids.device)  # (L,)
+    lower = tokenizer("acgt", add_special_tokens=False)["input_ids"]
     complement = torch.arange(len(tokenizer), device=ids.device)  # (V,)
-    complement[letters] = complement[letters[::-1]]
+    for known in (letters, lower) if len(set(lower)) == len(letters) else (letters,):
+        complement[known] = torch.tensor(known[::-1], device=ids.device)
     names = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
     around = [getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None]
     inside = ~torch.isin(ids, ids.new_tensor(around))  # (B, L)
