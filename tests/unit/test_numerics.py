@@ -13,6 +13,7 @@ from modeling_tnn import TnnForMaskedLM, TnnForTimeSeriesPrediction, TnnModel, c
 from modeling_tnn.modeling_tnn import TnnBlock
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.parallel.tensor import NORMS
+from modeling_tnn.toeplitz_fused import Gate
 
 POSITIONS = ("pre", "post", "res_post")
 
@@ -91,6 +92,22 @@ def test_parts_of_a_long_pass_are_the_whole(fields, causal, monkeypatch):
             assert len(calls) == count
             calls.clear()
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["s4d", "exponential"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_filters_of_a_long_pass_in_parts(name, causal, monkeypatch):
+    """Bit for bit, with gates, padding and groups of channels; the operator keeps its parameters."""
+    for groups in (None, 8):
+        operator = seeded(TnnModel, tiny_config(name, causal, num_filter_groups=groups)).layers[0].mixer.tno
+        size = operator.channels * operator.group_size
+        x, u = (noise(2, 100, size, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+        gate, held = Gate(u, torch.nn.ReLU(), torch.arange(100).expand(2, 100) > 9), len(next(operator.parameters()))
+        with torch.no_grad():
+            whole = operator(x, gate)
+            monkeypatch.setattr(numerics, "PART", 300)  # three filters, and the rest
+            assert torch.equal(operator(x, gate), whole) and len(next(operator.parameters())) == held
+            monkeypatch.undo()
 
 
 def test_long_transforms_of_a_kernel_that_does_not_fade():
