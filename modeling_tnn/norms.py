@@ -65,12 +65,10 @@ class SimpleRMSNorm(nn.Module):
         self.size = size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide, width = compute_dtype(x.dtype), x[..., 0, :].numel()
-
         def normalized(chosen: slice) -> torch.Tensor:
-            return self.normalize(x[..., chosen, :].to(wide)).to(x.dtype)
+            return self.normalize(x[..., chosen, :].to(compute_dtype(x.dtype))).to(x.dtype)
 
-        return by_parts(normalized, x.shape[-2], width, x, dim=x.dim() - 2)
+        return by_parts(normalized, x.shape[-2], x[..., 0, :].numel(), x, dim=x.dim() - 2)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of `x` `(..., d)` in float32 or float64."""

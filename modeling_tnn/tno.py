@@ -220,9 +220,9 @@ def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Ke
     if kernel is None and operator.kernel_in_parts and is_plain(operator) and not torch.is_grad_enabled():
 
         def of_filters(chosen: slice) -> torch.Tensor:  # (C, B, L)
-            part = gate if gate.u is None else gate._replace(u=gate.u[..., chosen])
             twin, x = with_filters(operator, chosen), v[..., chosen]
-            return convolve(twin, x, part, twin.kernel_of(*kernel_arguments(twin, x))).permute(2, 0, 1)
+            own = gate._replace(u=None if gate.u is None else gate.u[..., chosen])
+            return convolve(twin, x, own, twin.kernel_of(*kernel_arguments(twin, x))).permute(2, 0, 1)
 
         return by_parts(of_filters, operator.channels, v.shape[1], v).permute(1, 2, 0)
     kernel = operator.kernel_of(*kernel_arguments(operator, v)) if kernel is None else kernel

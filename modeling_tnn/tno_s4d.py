@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced
-from .recurrence import DecodingState
+from .recurrence import PIECE, DecodingState
 from .tno import ToeplitzOperator, require_causal
 from .tno_modal import ModalRecurrence
 from .toeplitz import Pair, entries
@@ -37,9 +37,6 @@ from .toeplitz_fused import differentiable_gradients, must_differentiate
 
 # The least block b, and that of recorded graphs. Kernels of all lengths up to its square are the same sums.
 LEAST_BLOCK = 64
-
-# Blocks of a chunk that a recurrence reads in one product.
-BLOCKS = 32
 
 
 class Poles(NamedTuple):
@@ -201,7 +198,7 @@ class DiagonalRecurrence(ModalRecurrence):
             return
         table, memory, rest = self._table, state.tensors["memory"], count % size
         parts = waiting[..., :count].split([count - rest, rest], dim=-1)
-        for piece in (one for part in parts if part.shape[-1] for one in part.split(BLOCKS * size, dim=-1)):
+        for piece in (one for part in parts if part.shape[-1] for one in part.split(PIECE, dim=-1)):
             length = min(size, piece.shape[-1])
             blocks = piece.unflatten(-1, (-1, length)).flip(-1)  # (B, D, I, H)
             added = torch.einsum("bdin,dnq->bdiq", blocks, table[:, :length])  # (B, D, I, 2Q)

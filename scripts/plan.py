@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--per_device_train_batch_size", type=int, default=1)
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--read", action="store_true", help="Plan reading in place of training.")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--use_cpu", action="store_true")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw_torch_fused")
     parser.add_argument("--gradient_checkpointing", action="store_true")
@@ -53,8 +53,8 @@ def parse_arguments() -> argparse.Namespace:
     for name, least, given in (("lengths", 2, args.lengths), ("processes", 1, args.processes)):
         if min(given) < least:
             parser.error(f"--{name} must be at least {least}, got {min(given)}")
-    if args.use_cpu and not args.read:
-        parser.error("--use_cpu must be off without --read, got on: training is planned for GPUs")
+    if args.read and max(args.processes) > 1 or args.use_cpu > args.read:
+        parser.error("--read must be on with --use_cpu, and off with several --processes")
     find_config(args.config_name)  # before anything slow
     if args.output_file is not None:
         check_writable(args.output_file)

@@ -59,8 +59,7 @@ def nucleotide_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def reverse_complement(ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return the ids `(B, L)` of the other strand, with the tokens around a sequence where they are.
 
-    Masked and unknown nucleotides move with the sequence. A row holds one sequence. Letters in lower case have
-    complements in lower case, where they have tokens of their own.
+    Masked and unknown nucleotides move with the sequence. A row holds one sequence. Lower case stays so.
 
     Raises:
         ValueError: see `nucleotide_ids`.

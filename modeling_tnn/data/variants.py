@@ -110,7 +110,7 @@ def log_likelihoods(
                 [sequences[place] for place in places], add_special_tokens=False, return_tensors="pt", verbose=False
             )
             ids = ids.input_ids.to(model.device)  # (B, L)
-            logits = model(ids).logits[:, :-1].float()  # (B, L-1, V)
+            logits = model(ids, use_cache=False).logits[:, :-1].float()  # (B, L-1, V)
             nats = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double()
             found[places] = -nats.sum(1).cpu()
     return found

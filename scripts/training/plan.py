@@ -34,7 +34,6 @@ from tnn_programs.training.passes import summed_loss
 from tnn_programs.training.processes import shard_operators
 
 USABLE = 0.9  # of the memory of a GPU
-TARGETS = ("labels", "future_values")
 PARTS = ("states", "weights", "activations", "cache", "working", "peak")
 
 
@@ -130,30 +129,27 @@ def reading(args: PretrainArguments, config: TnnConfig, dtype: torch.dtype) -> I
     yield model.to(dtype).eval()
     model._apply(lambda one: torch.zeros(one.shape, dtype=one.dtype)).tie_weights()
     yield model
-    inputs = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in batch.items() if name not in TARGETS}
-    options = {"use_cache": True, "logits_to_keep": 1} if "input_ids" in batch and config.causal else {}
+    inputs = [name for name in batch if name not in ("labels", "future_values")]
+    inputs = {name: torch.zeros(batch[name].shape, dtype=batch[name].dtype) for name in inputs}
+    options = {"logits_to_keep": 1} if isinstance(model, modeling_tnn.TnnForCausalLM) else {}
     with torch.no_grad():
         yield model(**inputs, **options).get(CACHE)
 
 
 def count_reading(args: PretrainArguments, config: TnnConfig, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
-    """Count the bytes when a pass without gradients takes most, by part.
-
-    `weights` are parameters and buffers, `cache` what a causal model needs to continue, and `working` all else.
-    """
+    """Count the bytes when a pass without gradients takes most, by part; `cache` is what continues the text."""
     memory, step = PeakMemory(), reading(args, config, dtype)
-    # The code of a GPU reads no values; what differs in memory are the sizes of its parts.
-    part = mock.patch.object(numerics, "LARGE_PART", numerics.PART if on_cpu else numerics.LARGE_PART)
-    sizes = toeplitz_fused.CHUNK if on_cpu else toeplitz_fused.LARGE_CHUNK
-    chunk, model = mock.patch.object(toeplitz_fused, "LARGE_CHUNK", sizes), next(step)
+    # The code of a GPU reads no values; what differs in memory is the size of its parts.
+    large = "" if on_cpu else "LARGE_"
+    part = mock.patch.object(numerics, "LARGE_PART", getattr(numerics, f"{large}PART"))
+    chunk = mock.patch.object(toeplitz_fused, "LARGE_CHUNK", getattr(toeplitz_fused, f"{large}CHUNK"))
+    found = {"parameters": next(step).num_parameters()}
     with pretended_gpus(1), part, chunk, FakeTensorMode(), memory:
         next(step)
         memory.peak = weights = memory.now
-        cache = next(step)
+        _cache = next(step)
         held, peak = memory.now - weights, memory.peak
-        del cache
-    found = {"parameters": model.num_parameters(), "weights": weights, "cache": held}
-    return found | {"working": peak - weights - held, "peak": peak}
+    return found | {"weights": weights, "cache": held, "working": peak - weights - held, "peak": peak}
 
 
 def count(args: PretrainArguments, config: TnnConfig, engine: str, processes: int) -> dict[str, float]:
@@ -199,14 +195,6 @@ def pretended_gpus(number: int) -> Iterator:
         dist.destroy_process_group()
 
 
-def in_gib(row: dict, args: argparse.Namespace) -> dict:
-    """A row with memory in GiB, and whether it fits, if the memory of the device is given."""
-    row |= {part: row[part] / 2**30 for part in PARTS if part in row}
-    if args.device_memory is not None:
-        row["fits"] = "yes" if row["peak"] <= USABLE * args.device_memory else "no"
-    return row
-
-
 def rows_of(args: argparse.Namespace) -> Iterator[dict]:
     """Count and estimate all steps, memory in GiB."""
     speed = args.model_flop_use * 1e12 * PEAKS[args.gpu][args.mixed_precision == "no"]
@@ -220,14 +208,17 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
             raise ValueError(f"--config_name must be a model of sequences, got {args.config_name}, one of images")
         if config.input_channels is not None and max(args.processes) > 1 and "sp" in args.engines:
             raise ValueError("--engines must be ddp or fsdp2 for a model of real values, got sp")
-        if args.read:
-            dtype = getattr(torch, str(config.dtype or "float32") if args.dtype == "auto" else args.dtype)
-            yield in_gib({"length": length} | count_reading(options, config, dtype, args.use_cpu), args)
-            continue
         for number in args.processes:
             for engine in args.engines if number > 1 else [""]:
-                row = {"engine": engine, "gpus": number, "length": length} | count(options, config, engine, number)
-                yield in_gib(row, args) | {"tokens_per_second": round(number * speed / row["flops_per_token"])}
+                if args.read:
+                    row = {"length": length} | count_reading(options, config, getattr(torch, args.dtype), args.use_cpu)
+                else:
+                    row = {"engine": engine, "gpus": number, "length": length} | count(options, config, engine, number)
+                    row["tokens_per_second"] = round(number * speed / row["flops_per_token"])
+                row |= {part: row[part] / 2**30 for part in PARTS if part in row}
+                if args.device_memory is not None:
+                    row["fits"] = "yes" if row["peak"] <= USABLE * args.device_memory else "no"
+                yield row
 
 
 def run(args: argparse.Namespace):
@@ -240,8 +231,7 @@ def run(args: argparse.Namespace):
         "GiB on each GPU when a step takes most; tokens a second on all GPUs, an estimate:\n"
         f"{args.model_flop_use:.1%} of the peak of {args.gpu}, without communication."
     )
-    if args.read:
-        what = f"GiB on a {'CPU' if args.use_cpu else 'GPU'} when a pass without gradients takes most."
+    what = f"GiB on a {'CPU' if args.use_cpu else 'GPU'} when a pass takes most." if args.read else what
     sys.stdout.write(
         f"{rows[0]['parameters']:,} parameters. {what}\n\n"
         f"{markdown_table([head.replace('_', ' ') for head in heads], lines)}\n"
