@@ -4,33 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.models import relative_error, seeded
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForSequenceClassification, TnnModel
+from helpers.evo2_models import evo2
+from helpers.models import relative_error
+from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.data.dna import average_strands, nucleotide_ids, reverse_complement
 from modeling_tnn.data.variants import Variant, score_variants
 from modeling_tnn.original.evo2 import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 LETTERS = "".join(np.random.default_rng(1).choice(list("ACGTacgt"), 300))
-FILTER = {"tno_type": "explicit", "num_filter_groups": 8}
-LAYERS = {
-    0: FILTER | {"explicit_length": 7, "hidden_act": "gelu"},
-    1: FILTER | {"explicit_length": 128, "hyena_skip": True},
-    2: {"hyena_skip": True},
-}
-
-
-def evo2(head: type, **fields):
-    """A model with a layer of each kind, in float64."""
-    config = TnnConfig(
-        vocab_size=512, hidden_size=32, num_hidden_layers=4, layer_types=["toeplitz"] * 3 + ["full_attention"],
-        num_attention_heads=2, tno_type="exponential", num_modes=16, toeplitz_mixer="hyena", gtu_expansion=1,
-        hidden_act="linear", norm_type="rmsnorm", final_norm_type="rmsnorm", rms_norm_eps=1e-6,
-        output_biases_only=True, scale_embedding=False, hidden_dropout_prob=0.0, pad_token_id=1, eos_token_id=0,
-        rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 32.0}, per_layer_config=LAYERS,
-        **fields,
-    )  # fmt: skip
-    return seeded(head, config).double().eval()
 
 
 @torch.no_grad()

@@ -47,6 +47,7 @@ torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore()
 ids, optimizer = torch.arange(9)[None], torch.optim.SGD(model.parameters())
 """,
     "docs/guides/finetune.md": f"{MODEL}texts = []\n",
+    "docs/guides/evo2.md": "from helpers.evo2_models import write_files\nwrite_files()\n",
 }
 
 
