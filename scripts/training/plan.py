@@ -129,11 +129,10 @@ def reading(args: PretrainArguments, config: TnnConfig, dtype: torch.dtype) -> I
     yield model.to(dtype).eval()
     model._apply(lambda one: torch.zeros(one.shape, dtype=one.dtype)).tie_weights()
     yield model
-    inputs = [name for name in batch if name not in ("labels", "future_values")]
-    inputs = {name: torch.zeros(batch[name].shape, dtype=batch[name].dtype) for name in inputs}
+    name, given = next(iter(batch.items()))  # the others are targets
     options = {"logits_to_keep": 1} if isinstance(model, modeling_tnn.TnnForCausalLM) else {}
     with torch.no_grad():
-        yield model(**inputs, **options).get(CACHE)
+        yield model(**{name: torch.zeros(given.shape, dtype=given.dtype)}, **options).get(CACHE)
 
 
 def count_reading(args: PretrainArguments, config: TnnConfig, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
@@ -227,13 +226,11 @@ def run(args: argparse.Namespace):
     heads = [name for name in ("engine", "gpus", "length", *PARTS, "fits", "tokens_per_second") if name in rows[0]]
     shapes = {int: "{:,}", float: "{:,.2f}", str: "{}"}
     lines = [[shapes[type(row[name])].format(row[name]) for name in heads] for row in rows]
-    what = (
-        "GiB on each GPU when a step takes most; tokens a second on all GPUs, an estimate:\n"
-        f"{args.model_flop_use:.1%} of the peak of {args.gpu}, without communication."
-    )
-    what = f"GiB on a {'CPU' if args.use_cpu else 'GPU'} when a pass takes most." if args.read else what
+    device = f"a {'CPU' if args.use_cpu else 'GPU'} when a pass" if args.read else "each GPU when a step"
+    speed = f"{args.model_flop_use:.1%} of the peak of {args.gpu}, without communication"
+    speed = "" if args.read else f"; tokens a second on all GPUs, an estimate:\n{speed}"
     sys.stdout.write(
-        f"{rows[0]['parameters']:,} parameters. {what}\n\n"
+        f"{rows[0]['parameters']:,} parameters. GiB on {device} takes most{speed}.\n\n"
         f"{markdown_table([head.replace('_', ' ') for head in heads], lines)}\n"
     )
     if args.output_file is not None:
