@@ -113,10 +113,7 @@ class TnnRotaryEmbedding(LlamaRotaryEmbedding):
 def update_key_values(
     cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """All keys and values of a layer, those of earlier tokens from the cache and the new ones `(B, G, L, d_h)`.
-
-    The first tokens have gradients. The cache is a constant: a backward pass through later tokens raises an error.
-    """
+    """All keys and values of a layer: earlier ones from the cache, a constant, and the new ones `(B, G, L, d_h)`."""
     layer = cache.layers[layer_idx]
     if layer.is_initialized and layer.keys.numel():
         check_rows(layer.keys.shape[0], key.shape[0])

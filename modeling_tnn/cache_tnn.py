@@ -305,12 +305,7 @@ def open_cache(model: nn.Module, cache: Cache | None, use_cache: bool | None) ->
 
 
 def check_cache(cache: Cache, model: nn.Module):
-    """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
-
-    Raises:
-        ValueError: the cache cannot hold the state of the model, has tokens of a model with another configuration, or
-            is incomplete after an interrupted pass.
-    """
+    """Refuse a cache that is none for a pass of `model`, a `TnnModel`. A `DynamicCache()` gets its layers here."""
     count = min(model.config.num_hidden_layers, len(model.layers))
     layers, kinds = getattr(cache, "layers", None), model.config.layer_types
     if layers == [] and cache.layer_class_to_replicate is DynamicLayer:

@@ -232,10 +232,7 @@ def extend_mask(attention_mask: torch.Tensor, tokens: torch.Tensor) -> torch.Ten
 
 
 def token_positions(attention_mask: torch.Tensor | None, past_length: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The positions of `tokens` `(B, L, ...)`, counted from the first real token of a row, `(B, L)` or `(1, L)`.
-
-    The mask is `(B, past_length + L)`.
-    """
+    """The positions of `tokens` `(B, L, ...)`, 0 at a row's first real one, by the mask `(B, past_length + L)`."""
     length = tokens.shape[1]
     if attention_mask is None:
         return torch.arange(past_length, past_length + length, device=tokens.device)[None]

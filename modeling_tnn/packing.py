@@ -84,10 +84,7 @@ def gathered(x: torch.Tensor, batches: Batches, back: bool) -> torch.Tensor:
 
 
 def padded_batches(starts: torch.Tensor, mask: torch.Tensor | None, device: torch.device) -> Batches:
-    """The padded batches on `device` of documents that begin at `starts` `(B, L)`; `mask` is False at padding.
-
-    Both are on the CPU.
-    """
+    """The padded batches on `device` of documents that begin at `starts` `(B, L)`; the mask is False at padding."""
     first = starts.flatten().nonzero()[:, 0]  # of each document
     lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
     octaves = lengths.double().log2().ceil()
@@ -149,16 +146,11 @@ def count_real(starts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def documents_of(tokens, attention_mask, position_ids, in_graph: bool = False) -> Documents | None:
-    """The documents of packed rows, or None if each row is one document.
+    """The documents of packed rows `(B, L)` or `(B, L, d)`, or None if each row is one document.
 
     A document begins at the start of a row, and where the position of a real token is 0 again. Other positions have no
     effect: those of an ordinary text with any offset and padding, and those of a row without any position above 0.
-
-    Args:
-        tokens: `(B, L)` ids or `(B, L, d)` embeddings.
-        attention_mask: `(B, past + L)`, 0 at padding; or None.
-        position_ids: `(B, L)` or `(1, L)`; or None.
-        in_graph: whether a graph finds them when it runs, in rows of one document too.
+    `in_graph`: a graph finds the documents when it runs, in rows of one document too.
     """
     if position_ids is None:
         return None

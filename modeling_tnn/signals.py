@@ -76,12 +76,7 @@ def standardize(values: torch.Tensor, observed: torch.Tensor | None, attention_m
     """Return the scaled values `(B, L, C)`, not finite where they are missing, and their loc and scale `(B, 1, C)`.
 
     They are float32, or float64 for such values. A channel without observed values has loc 0; a constant one has a
-    scale that is small beside its value.
-
-    Args:
-        values: `(B, L, C)` past values.
-        observed: `(B, L, C)`, 0 at missing values.
-        attention_mask: `(B, L)`, 0 at padding.
+    scale that is small beside its value. `observed` `(B, L, C)` is 0 at missing values, the mask `(B, L)` at padding.
     """
     values, missing = values.to(compute_dtype(values.dtype)), ~values.isfinite()
     if observed is not None:

@@ -241,10 +241,7 @@ def open_step(context: LayerContext, tokens: torch.Tensor, position_ids: torch.T
 
 
 def prepare_step(model: nn.Module, inputs: dict) -> dict:
-    """The `inputs` of a forward pass, of fixed shape if they are one token for a static cache, which is made ready.
-
-    `model` is the `TnnModel`; `prepare_inputs_for_generation` of transformers returns the inputs.
-    """
+    """The `inputs` of a pass of a `TnnModel`, of fixed shape if they are one token for a static cache, made ready."""
     tokens, cache = inputs.get("input_ids"), cache_of(inputs)
     layers = getattr(cache, "layers", None) or [None]
     if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not all(map(can_be_prepared, layers)):

@@ -133,11 +133,7 @@ def windows_of(genome: dict[str, np.ndarray], regions: Sequence[Region], size: i
 
 
 def split_windows(windows: list[Window], contigs: Sequence[str] = ()) -> tuple[list[Window], list[Window]]:
-    """Return the windows of training and of validation: by their split, by `contigs` of validation, or the last 5%.
-
-    Raises:
-        ValueError: a contig has no window, or `contigs` are given although the windows have splits.
-    """
+    """Return the windows of training and of validation: by their split, by `contigs` of validation, or the last 5%."""
     if unknown := set(contigs) - {contig for contig, *_ in windows}:
         named = ", ".join(sorted(unknown))
         raise ValueError(f"Contigs of validation must have at least a window, got {named}")

@@ -91,11 +91,7 @@ def layers_of(tensors: dict[str, torch.Tensor]) -> int:
 
 
 def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The fields of `TnnConfig` that follow from the shapes of `tensors`, by their names here.
-
-    Raises:
-        ValueError: there are no layers of a TNN.
-    """
+    """The fields of `TnnConfig` that follow from the shapes of `tensors`, by their names here."""
     found = {size: tensors[name].shape[axis] for size, (name, axis) in TNN_SIZES.items() if name in tensors}
     if "gtu_dim" not in found:
         raise ValueError(f"The checkpoint must hold layers of a TNN, got nothing for {FIRST}u_proj.weight")
@@ -171,11 +167,7 @@ def standalone_fields(options: dict, found: dict) -> dict:
 
 
 def rational_sizes(tensors: dict[str, torch.Tensor]) -> dict:
-    """The fields that follow from the first RTF filter and from the embedding.
-
-    Raises:
-        ValueError: there is no such filter, or it does not have one number h_0 for each channel.
-    """
+    """The fields that follow from the first RTF filter and from the embedding."""
     ab, direct = (tensors.get(f"{FIRST}tno.{name}") for name in ("ab", "direct"))
     if ab is None or direct is None:
         got = ", ".join([*tensors][:8])
@@ -249,9 +241,6 @@ def prepare_s4(tensors: dict[str, torch.Tensor], options: dict):
 
     A picture is a row of grey values v in 0 .. 255. The released encoder is a linear map of the normalised value, so
     it is a table of 256 embeddings: E[v] = W (v / 255 - mean) / std + b.
-
-    Raises:
-        ValueError: the encoder is linear, and the data set has no pictures of one channel.
     """
     if (bias := tensors.pop("embed_tokens.bias", None)) is not None:
         weight, dataset = tensors["embed_tokens.weight"], options.get("dataset")  # (d, 1)
@@ -289,27 +278,16 @@ def prepare_hyena(tensors: dict[str, torch.Tensor], options: dict):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of checkpoint.
+    """A kind of checkpoint."""
 
-    Attributes:
-        fields: the fields of the configuration from the options and from the sizes of the weights.
-        head: the head, one of `HEADS`.
-        options: the registered defaults.
-        names: patterns of official names, and our names.
-        check: refuses tensors, in official names, and options.
-        prepare: brings tensors, in our names, into their form here, in place.
-        sizes: the fields that follow from the weights.
-        tokenizer: makes the tokenizer for a number of positions, if the checkpoint fixes it.
-    """
-
-    fields: Callable[[dict, dict], dict]
-    head: str
-    options: dict = field(default_factory=dict)
-    names: tuple[tuple[str, str], ...] = tuple(RENAMED)
-    check: Callable[[dict, dict], None] = check_tnn
-    prepare: Callable[[dict, dict], None] = lambda tensors, options: None
-    sizes: Callable[[dict], dict] = sizes
-    tokenizer: Callable | None = None
+    fields: Callable[[dict, dict], dict]  # of the configuration, from the options and the sizes of the weights
+    head: str  # one of `HEADS`
+    options: dict = field(default_factory=dict)  # the registered defaults
+    names: tuple[tuple[str, str], ...] = tuple(RENAMED)  # patterns of official names, and our names
+    check: Callable[[dict, dict], None] = check_tnn  # refuses tensors, in official names, and options
+    prepare: Callable[[dict, dict], None] = lambda tensors, options: None  # of tensors in our names, in place
+    sizes: Callable[[dict], dict] = sizes  # the fields that follow from the weights
+    tokenizer: Callable | None = None  # makes that of a number of positions, if the checkpoint fixes it
 
 
 def s4_model(head: str = "sequence-classification", **options) -> Architecture:

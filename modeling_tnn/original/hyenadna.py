@@ -51,11 +51,7 @@ def prepare(tensors: dict[str, torch.Tensor], options: dict):
 
 
 def sizes(tensors: dict[str, torch.Tensor]) -> dict:
-    """The fields of `TnnConfig` that follow from the weights.
-
-    Raises:
-        ValueError: they have no implicit filter.
-    """
+    """The fields of `TnnConfig` that follow from the weights."""
     if (features := tensors.get(f"{FILTER}features")) is None:
         raise ValueError(f"The checkpoint must hold filters of Hyena, got nothing for {FILTER}features")
     (vocabulary, width), (length, emb_dim) = tensors["embed_tokens.weight"].shape, features.shape

@@ -106,11 +106,7 @@ class Request:
 
 
 def prepare(model: GenerationMixin, input_ids: torch.Tensor, seed: int | None, streamer=None, **options) -> Request:
-    """A request with all that `model.generate(input_ids, **options)` would use, prepared by `generate` itself.
-
-    Raises:
-        TypeError, ValueError: those of `generate`, or a setting for several texts or passes.
-    """
+    """A request with all that `model.generate(input_ids, **options)` would use, prepared by `generate` itself."""
     settings = {}
     model.generate(
         input_ids, custom_generate=lambda _, input_ids, **given: settings.update(given, input_ids=input_ids), **options

@@ -98,12 +98,7 @@ def check_weights(declared: dict[str, torch.Size], stored: dict[str, torch.Size]
 
 
 def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
-    """Check the files that `from_pretrained(source, **options)` will load.
-
-    Raises:
-        ValueError: a file is missing or damaged, or an index is invalid or names a file outside its folder.
-        CheckpointMismatchError: the configuration does not fit the weights.
-    """
+    """Refuse missing or damaged files of `from_pretrained(source, **options)`, and weights that do not fit."""
     where = {name: options[name] for name in LOCATION_KWARGS if options.get(name)}
     if source is None or any(options.get(name) not in (None, False) for name in UNCHECKED_KWARGS):
         return

@@ -199,9 +199,6 @@ def fit_layer(operator, order: int, window: int, tolerance: float | None, dtype:
     Without a `tolerance` the fit has `order` states; with one, it has the smallest of `ORDERS` whose `l2_layer` is
     within the tolerance. Poles and residues follow from the kernel in float64, errors are those of the taps that the
     operator has in its own dtype.
-
-    Raises:
-        ValueError: no order meets the tolerance.
     """
     wide = kernel_to_fit(operator, window)
     taps = operator.coefficients(wide.shape[1]).double().cpu()
@@ -230,11 +227,7 @@ def fill_operator(target, taps: torch.Tensor, fit: RecurrenceFit):
 
 
 def own_weights(model) -> dict[str, torch.Tensor]:
-    """Return the weights of a model except those of its operators, by name.
-
-    Raises:
-        ValueError: adapters, parametrizations, quantizers or offloading have replaced weights.
-    """
+    """Return the weights of a model except those of its operators, by name; all must be plain tensors."""
     with torch.device("meta"):
         wanted = type(model)(model.config).state_dict()
     given = model.state_dict()

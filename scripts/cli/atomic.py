@@ -41,10 +41,7 @@ class SavingError(UserError):
 
 @contextmanager
 def claim(folder: Path, main: bool = True) -> Iterator[Path]:
-    """Make, lock and clean `folder` for this process until the block or the process ends; ValueError if it cannot.
-
-    The main process of a run locks the folder for all its processes.
-    """
+    """Make, lock and clean `folder` until the block or the process ends, in a run's `main` process alone."""
     if not main:
         yield folder
         return

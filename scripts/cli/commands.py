@@ -54,10 +54,7 @@ COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 
 def next_steps(folder: str, kind: str, unstable: Sequence[object] = (), prompt: str = "In the beginning") -> str:
-    """The next commands for the model in `folder`, of a kind of `FIRST_STEP`, one on each line.
-
-    Of `unstable` layers, which have poles outside the unit circle, it says before what they prevent.
-    """
+    """The next commands for the model in `folder`, a line each; before them what its `unstable` layers prevent."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]
     steps += (OF_TNN if config["model_type"] == "tnn" else ()) + LAST_STEP

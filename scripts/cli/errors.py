@@ -76,10 +76,7 @@ def importing(extra: str | None = None, *needed: str) -> Iterator[None]:
     """Import what a program computes with, after its command line is read; ImportError that names a missing extra.
 
     Ctrl-C ends the process at once: libraries that are interrupted meanwhile raise any error, or write tracebacks.
-
-    Args:
-        extra: the extra of the package that brings what the program needs besides PyTorch and transformers.
-        needed: packages of it that would be imported late; whether they are installed is asked first.
+    `needed` are packages of the `extra` that would be imported late: whether they are installed is asked first.
     """
     sys.stderr.writelines(f"{notice}\n" for notice in dict.fromkeys(NOTICES))
     NOTICES.clear()

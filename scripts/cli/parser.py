@@ -99,11 +99,7 @@ def string_to_bool(text: str) -> bool:
 
 
 class ProgramParser(argparse.ArgumentParser):
-    """The parser of a program. `description` is its docstring: a summary, a text, and an example at the end.
-
-    Args:
-        classes: dataclasses whose fields are options. Their names may be written with hyphens.
-    """
+    """The parser of a program, whose docstring is the `description`. The fields of the dataclasses are its options."""
 
     def __init__(self, classes: Sequence[type] = (), description: str = "", **options):
         self.groups: dict[str, argparse._ArgumentGroup] = {}
@@ -201,10 +197,7 @@ Values.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE
 
 
 def parse_overrides(text: str | None, known: Any = None, option: str = "--config_overrides") -> dict:
-    """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
-
-    `known`, a `TnnConfig` unless given, has the fields; `option` is what the user gave the overrides to.
-    """
+    """The overrides `name=value,name=value` of fields of `known`, a `TnnConfig` unless given. Values are YAML."""
     if known is None:
         with importing():
             from modeling_tnn.configuration_tnn import TnnConfig
@@ -248,10 +241,7 @@ def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
 
 
 def parse_arguments(classes: list[type], description: str) -> tuple:
-    """Instances of dataclasses from recipes and the command line, which overrides the recipes.
-
-    A ValueError in their `__post_init__` ends the program with its message.
-    """
+    """Instances of dataclasses from the command line and the recipes, which it overrides."""
     parser = ProgramParser(classes, description)
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME")
     options = underscored(sys.argv[1:])

@@ -50,10 +50,7 @@ def _folders(output_dir: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a checkpoint that was written to its end; its files may have been damaged since.
-
-    What Trainer wrote alone, as in an older version, ends with its state.
-    """
+    """Whether a checkpoint was written to its end; one of Trainer alone, of an older version, ends with its state."""
     if (checkpoint / UNFINISHED).exists():
         return False
     return any((checkpoint / name).exists() for name in (CHECKSUMS, RUN)) or not fault_of(checkpoint / STATE)
@@ -87,10 +84,7 @@ def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
 
 
 def check_run(output_dir: Path, overwrite: bool, resumed: str | None = None, source: str | Path | None = None):
-    """Refuse a run that would overwrite another one, unless it resumes it, or the model `source` that it starts from.
-
-    `overwrite` and `resumed` are the values of `--overwrite_output_dir` and `--resume_from_checkpoint`.
-    """
+    """Refuse a run that would overwrite another one, unless it resumes it, or the model `source` it begins with."""
     found = checkpoints(output_dir)
     resumes = bool(found) if resumed == "auto" else resumed == "latest" or continues(output_dir, resumed)
     if not resumes and not overwrite and found:
@@ -161,10 +155,7 @@ def prune(output_dir: Path, limit: int | None):
 
 
 def remove_others(output_dir: Path, resumed: Path | None):
-    """Remove the checkpoints of a run that is overwritten, and those behind the one that is resumed.
-
-    `latest` must be none of them, and they must not count as newer than those that are written from now on.
-    """
+    """Remove the checkpoints of an overwritten run, or those behind the `resumed` one, which would count as newer."""
     found = checkpoints(output_dir)
     if continues(output_dir, resumed):  # perhaps by a link or a copy of another name, which has no place among them
         places = [path.resolve() for path in found]

@@ -16,10 +16,7 @@ OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "
 
 
 def sampling(temperature: float | None = None, top_p: float | None = None, of_model: Mapping = NOTHING) -> dict:
-    """The options of `generate` for one text, token after token; a temperature of 0, or about 0, is greedy.
-
-    `of_model` are the fields of sampling that the `generation_config.json` of a model gives.
-    """
+    """The options of `generate` for one text, over those `of_model` and ours. A temperature of about 0 is greedy."""
     plain = dict.fromkeys(OF_SAMPLING) | {"num_beams": 1, "num_return_sequences": 1}
     asked = given_sampling({"temperature": temperature, "top_p": top_p})
     chosen = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": 0} | of_model | asked

@@ -25,10 +25,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/se
 
 
 def limit_threads():
-    """Let PyTorch, which is not imported yet, keep to the quota.
-
-    OMP_NUM_THREADS, which torchrun and accelerate set too, goes before.
-    """
+    """Let PyTorch, which is not imported yet, keep to the quota, unless OMP_NUM_THREADS is set, as torchrun does."""
     if "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules:
         return
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

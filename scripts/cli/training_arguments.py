@@ -286,27 +286,19 @@ def choose_schedule(args: PretrainArguments, config: "PreTrainedConfig", resumed
 
 @dataclass(frozen=True, kw_only=True)
 class PresetTraining:
-    """One preset: what it is, and how it was trained.
-
-    Attributes:
-        kind: causal, masked, images, signals or classifier.
-        learning_rate: None where neither a measurement nor a paper gives one.
-        figures: the file of `docs/research/figures/` in which the rate was measured; None for the rate of a paper.
-        minutes: of the recipe on one core of a CPU, if it was run.
-        max_steps: steps of the recipe, to which `warmup_steps` and `lr_scheduler_kwargs` belong.
-    """
+    """One preset: what it is, and how it was trained."""
 
     name: str
-    kind: str
+    kind: str  # causal, masked, images, signals or classifier
     parameters: int
     recipe: str | None = None
-    figures: str | None = None
-    minutes: float | None = None
-    learning_rate: float | None = None
+    figures: str | None = None  # the file of `docs/research/figures/` with the rate; None for the rate of a paper
+    minutes: float | None = None  # of the recipe on one core of a CPU, if it was run
+    learning_rate: float | None = None  # None where neither a measurement nor a paper gives one
     lr_scheduler_type: str = "cosine"
     lr_scheduler_kwargs: Mapping[str, Any] | None = None
     warmup_steps: float = 0.1
-    max_steps: int | None = None
+    max_steps: int | None = None  # of the recipe, to which the two fields above belong
 
     @property
     def source(self) -> str:

@@ -127,24 +127,19 @@ def passage_samples(count: int, seed: int, parts: tuple[str, ...], length: int) 
 class Task:
     """One task.
 
-    Args:
-        load: gives the raw splits, from a source (a Hub id or a folder; None for the usual one), the number of
-            generated rows (None for the official one), the largest number of tokens and, for retrieval, a column.
-        encode: gives `input_ids` (two lists a row for pairs) and `labels` of raw rows of a batch.
-        tokenizer: gives the tokenizer of a text; None for pixels, whose values are the ids.
-        grey: mean and deviation of S4's code, by which a model of real values reads pixels.
-        held_out: share of the training rows that validates if the source has no split for it; 0: the test rows do.
-        smaller: numbers of pixels of other pictures of the task; a picture cannot be cut.
+    `load` gives the raw splits, from a source (a Hub id or a folder; None for the usual one), the number of generated
+    rows (None for the official one), the largest number of tokens and, for retrieval, a column. `encode` gives
+    `input_ids` (two lists a row for pairs) and `labels` of raw rows of a batch.
     """
 
     load: Callable[..., DatasetDict]
     encode: Callable[[dict, "Task"], dict]
     max_length: int  # in tokens
     num_labels: int
-    tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None
-    grey: tuple[float, float] | None = None
-    held_out: float = 0.0
-    smaller: tuple[int, ...] = ()
+    tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None  # of a text; the values of pixels are the ids
+    grey: tuple[float, float] | None = None  # mean and deviation of S4's code, by which real values are read
+    held_out: float = 0.0  # share of training rows that validates if there is no split for it; 0: the test rows do
+    smaller: tuple[int, ...] = ()  # numbers of pixels of other pictures of the task; a picture cannot be cut
 
     @property
     def vocab_size(self) -> int:
@@ -280,11 +275,7 @@ def load_task(
     eval_rows: int | None = None,
     pair_column: str | None = None,
 ) -> tuple[Task, DatasetDict]:
-    """A task and its encoded splits train, validation (see `Task.held_out` if there is none) and test.
-
-    The arguments are the options of `tnn lra`. Training has at most `rows` rows, generated splits others in
-    proportion, and the others at most `eval_rows`.
-    """
+    """A task, and its encoded splits train, validation and test by the options of `tnn lra`; see `Task.held_out`."""
     task = TASKS[name]
     if max_length is not None:
         sizes = (task.max_length, *task.smaller)

@@ -79,10 +79,7 @@ def two_paths(rng: np.random.Generator, geometry: Geometry) -> tuple[np.ndarray,
 
 
 def grow_path(rng, geometry: Geometry, dashes: int, start: np.ndarray | None, others: list) -> np.ndarray | None:
-    """The two ends of each dash of a path that touches no others, `(dashes, 2, 2)`, or None if there was no room.
-
-    `start` is its first point; a random one unless given.
-    """
+    """The ends of each dash of a path from `start` that touches no others, `(dashes, 2, 2)`; None without room."""
     occupied = np.concatenate([np.zeros((0, 2)), *(points_on(path, geometry) for path in others)])
     border = geometry.radius + 1
     for _ in range(PATH_TRIALS):

@@ -94,10 +94,7 @@ class Packer:
         return np.array(blocks, dtype=np.int32).reshape(-1, self.block_size)
 
     def first(self, rows: Iterator[list[str]], count: float) -> tuple[np.ndarray, int]:
-        """The first `count` blocks of the rows, or fewer if there are no more, and the number of rows read.
-
-        `rest` has the further tokens of these rows.
-        """
+        """The first `count` blocks of the rows, or fewer, and the number of rows read; `rest` has further tokens."""
         found, number, read = [self.blocks([])], 0, 0
         while number < count and (texts := next(rows, None)) is not None:
             found.append(self.blocks(texts))

@@ -36,28 +36,17 @@ AT_LEAST = "\N{GREATER-THAN OR EQUAL TO} "
 
 @dataclass
 class Kernel:
-    """The coefficients of one operator, and the figures of all its lags.
-
-    Attributes:
-        taps: coefficients `(D, M)`.
-        lags: `(M,)`, from the most negative one (the furthest position ahead) to the largest (the furthest back).
-        poles: complex poles of a recurrence, of any shape.
-        open: which channels may have weight beyond the lags, `(D,)`; none unless given.
-        beyond: the mean shares of the channels further ahead and further back than `lags`.
-        weights: the sum of |t_k| of each channel, `(D,)`.
-        horizons: those of the channels, `(D,)`; 0 for a channel of zeros, a lower bound for an open channel.
-        magnitudes: of the response, `(D, points)`.
-    """
+    """The coefficients of one operator, and the figures of all its lags."""
 
     label: str
-    taps: np.ndarray
-    lags: np.ndarray
-    poles: np.ndarray | None = None
-    open: np.ndarray | None = None
-    beyond: tuple[float, float] = (0.0, 0.0)
-    weights: np.ndarray | None = None
-    horizons: np.ndarray | None = None
-    magnitudes: np.ndarray | None = None
+    taps: np.ndarray  # coefficients (D, M)
+    lags: np.ndarray  # (M,), from the furthest position ahead (negative) to the furthest back
+    poles: np.ndarray | None = None  # complex poles of a recurrence, of any shape
+    open: np.ndarray | None = None  # which channels may have weight beyond the lags, (D,); none unless given
+    beyond: tuple[float, float] = (0.0, 0.0)  # mean shares of the channels further ahead and back than `lags`
+    weights: np.ndarray | None = None  # the sum of |t_k| of each channel, (D,)
+    horizons: np.ndarray | None = None  # (D,); 0 for a channel of zeros, a lower bound for an open channel
+    magnitudes: np.ndarray | None = None  # of the response, (D, points)
 
     def __post_init__(self):
         if self.weights is None:
@@ -169,10 +158,7 @@ def read_kernel(operator, length: int, label: str) -> Kernel:
 
 
 def poles_of(operator) -> torch.Tensor | None:
-    """The poles of at most 65 kernels of `rtf`, `s4d` or `modal`, complex `(<= 65, N)`; None for other operators.
-
-    The kernel with the largest pole is one of them.
-    """
+    """The poles of at most 65 kernels, with the largest, complex `(<= 65, N)`; None of an operator without poles."""
     if isinstance(operator, RtfOperator):
         poles = torch.linalg.eigvals(companion_matrix(operator.denominators()))  # (D, N)
     elif isinstance(operator, ModalOperator | DiagonalOperator):
@@ -216,9 +202,6 @@ def read_model(model: PreTrainedModel, length: int) -> tuple[list[Kernel], list[
 
     They are computed in float32 or float64, because the resolution of the dtype limits the decay. A layer of an image
     model has two, along rows and columns. Attention has none.
-
-    Raises:
-        ValueError: all layers are attention.
     """
     dtype = torch.promote_types(model.dtype, torch.float32)
     side = model.config.axis_length if model.config.spatial_dims == 2 else None

@@ -30,12 +30,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 class ApiError(HTTPException):
-    """An error with a status, for the client.
-
-    Args:
-        code: a name for programs.
-        parameter: the field of the body that is wrong.
-    """
+    """An error for the client: its status, a `code` for programs, and the wrong field of the body (`parameter`)."""
 
     def __init__(self, status: int, message: str, code: str | None = None, parameter: str | None = None):
         super().__init__(status, message, HEADERS.get(status))

@@ -139,10 +139,7 @@ def describe(model: PreTrainedModel) -> str:
 
 
 def build_settings(gr: ModuleType, most: int, usual: dict) -> list:
-    """Build the controls of the settings, in the order of `Writer.write`. Gradio refuses other values.
-
-    `most` new tokens; `usual` options of `generate`.
-    """
+    """Build the controls of the settings, in the order of `Writer.write`. Gradio refuses other values."""
     with gr.Row():
         tokens = gr.Slider(1, most, min(100, most), step=1, precision=0, label="max_new_tokens", min_width=150)
         seed = gr.Number(0, precision=0, minimum=0, maximum=MAX_SEED, label="seed", min_width=150)

@@ -197,10 +197,7 @@ def language_of(arguments: dict) -> str | None:
 
 
 def read_evaluation(report: dict, folder: Path | None = None, config: TnnConfig | None = None) -> dict:
-    """The perplexities by length of evaluate_lm.py, without a stride; of several models, those of the one in `folder`.
-
-    Raises a ValueError if `folder` is none of them, or if they are another kind of language model than `config`.
-    """
+    """The perplexities by length of evaluate_lm.py, without a stride, of the model in `folder`."""
     settings, rows = report["settings"], report["results"]
     masked = settings.get("objective") == "mlm"
     if config is not None and masked == config.causal:

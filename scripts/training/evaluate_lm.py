@@ -37,9 +37,7 @@ def trained_length(folder: str, config) -> int | None:
 class Documents:
     """Documents of the scored tokens of a text, all but the first of `count`.
 
-    Attributes:
-        owners: the number of the document of each scored token, `(T-1,)`.
-        bytes: the bytes that the scored tokens of each document span, `(N,)`.
+    `owners` `(T-1,)` are the documents of the tokens, `bytes` `(N,)` what the tokens of each document span.
     """
 
     def __init__(self, texts, lines: list[list[int]], tokenizer, count: int):

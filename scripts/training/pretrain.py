@@ -240,10 +240,7 @@ def configure_logging(accelerator: Accelerator):
 
 
 def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretraining, dict, str | None]:
-    """Train to the end; the run, its figures, and the repository for the model.
-
-    A signal ends the process here, after the present step is saved.
-    """
+    """Train to the end, or to the step of a signal; the run, its figures, and the repository for the model."""
     pretraining, repository = build(args, accelerator), None
     if args.push_to_hub and accelerator.is_main_process:
         repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)

@@ -66,10 +66,7 @@ class PublishingError(UserError):
 
 
 def stage_all(args: argparse.Namespace, target: Path) -> dict[str, Path]:
-    """Write the files of the model, or of the models of finished cards; the names of the repositories, and folders.
-
-    Raises a ValueError if a model is missing, incomplete, none for a Space or not that of its card.
-    """
+    """Write the files of the model, or of the models of finished cards; the names of the repositories, and folders."""
     if args.cards is None:
         stage(args, target)
         return {args.repo_id: target}
@@ -153,10 +150,7 @@ def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model")
 
 
 def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
-    """Stage and publish; the addresses of the repositories and, with `--space`, of the Space.
-
-    A failed upload is a PublishingError, with the `command` that publishes it later.
-    """
+    """Stage and publish; the addresses of repositories and Space. An error names the `command` to publish later."""
     lost = "Nothing was published" if args.cards is None else "Not all models were published"
     with tempfile.TemporaryDirectory() as folder:
         staged = stage_all(args, Path(folder) / "model")

@@ -13,9 +13,7 @@ import torch
 class StepReports:
     """The reports of steps `(loss, norm of the gradient, processes with a signal)`, on their way to the host.
 
-    Args:
-        device: computes the steps.
-        check: is called with step, loss and norm of each step; raises an error unless both are finite.
+    `check(step, loss, norm)` raises an error unless both are finite.
     """
 
     def __init__(self, device: torch.device, check: Callable[[int, float, float], None]):
@@ -26,12 +24,7 @@ class StepReports:
         self._failed = torch.zeros((), device=device)  # 1 from the first step on that is not finite
 
     def add(self, step: int, report: torch.Tensor, optimizer: torch.optim.Optimizer | None):
-        """Note a step before the optimizer applies it.
-
-        Args:
-            optimizer: leaves the weights as they are from the first step on whose loss or norm is not finite. None if
-                something else sees to it.
-        """
+        """Note a step before the `optimizer` applies it, which leaves out all from the first that is not finite on."""
         # Such an optimizer skips a step by a flag on the device. Gradient scalers set the same one.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             self._failed = torch.maximum(self._failed, (~report.isfinite().all()).float())
