@@ -17,19 +17,12 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 logger = logging.getLogger(__name__)
 
-AUTO_MAP = {
-    "AutoConfig": "configuration_tnn.TnnConfig",
-    "AutoModel": "modeling_tnn.TnnModel",
-    "AutoModelForAudioClassification": "modeling_tnn.TnnForAudioClassification",
-    "AutoModelForCausalLM": "modeling_tnn.TnnForCausalLM",
-    "AutoModelForImageClassification": "modeling_tnn.TnnForImageClassification",
-    "AutoModelForMaskedLM": "modeling_tnn.TnnForMaskedLM",
-    "AutoModelForMultipleChoice": "modeling_tnn.TnnForMultipleChoice",
-    "AutoModelForQuestionAnswering": "modeling_tnn.TnnForQuestionAnswering",
-    "AutoModelForSequenceClassification": "modeling_tnn.TnnForSequenceClassification",
-    "AutoModelForTimeSeriesPrediction": "modeling_tnn.TnnForTimeSeriesPrediction",
-    "AutoModelForTokenClassification": "modeling_tnn.TnnForTokenClassification",
-}
+TASKS = (
+    "AudioClassification", "CausalLM", "ImageClassification", "MaskedLM", "MultipleChoice", "QuestionAnswering",
+    "SequenceClassification", "TimeSeriesPrediction", "TokenClassification",
+)  # fmt: skip
+AUTO_MAP = {"AutoConfig": "configuration_tnn.TnnConfig", "AutoModel": "modeling_tnn.TnnModel"}
+AUTO_MAP |= {f"AutoModelFor{task}": f"modeling_tnn.TnnFor{task}" for task in TASKS}
 
 
 def own_classes(config: PreTrainedConfig, folder: str | os.PathLike) -> dict[str, str]:

@@ -124,10 +124,8 @@ class RpeOperator(ToeplitzOperator):
         """The largest lambda of all channels, or None without a decay."""
         if self.decay_logit is None or self.decay_logit.is_meta:  # without values, the lower bound of the rates
             return self.decay
-        return self._decay_rate(self.rpe.dtype).max().item()
-
-    def _decay_rate(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.decay + (1 - self.decay) * torch.sigmoid(self.decay_logit.to(dtype))[:, None]  # (D, 1)
+        rates = self.decay + (1 - self.decay) * torch.sigmoid(self.decay_logit.to(self.rpe.dtype))  # (D,)
+        return rates.max().item()
 
 
 class ExplicitOperator(ToeplitzOperator):

@@ -33,10 +33,7 @@ COMMANDS = {
 OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",)
 LAST_STEP = ("push {folder} --repo_id USER/NAME",)
 FIRST_STEP = {
-    "causal": (
-        'generate --model_name_or_path {folder} --prompt "{prompt}"',
-        "serve --model_name_or_path {folder}",
-    ),
+    "causal": ('generate --model_name_or_path {folder} --prompt "{prompt}"', "serve --model_name_or_path {folder}"),
     "unstable": ('generate --model_name_or_path {folder} --prompt "{prompt}" --use_cache false',),
     "masked": ("finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2",),
     "dna": (

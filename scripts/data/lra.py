@@ -268,13 +268,9 @@ TASKS = {
 
 
 def load_task(
-    name: str,
-    source: str | None,
-    rows: int | None = None,
-    max_length: int | None = None,
-    eval_rows: int | None = None,
-    pair_column: str | None = None,
-) -> tuple[Task, DatasetDict]:
+    name: str, source: str | None, rows: int | None = None, max_length: int | None = None,
+    eval_rows: int | None = None, pair_column: str | None = None,
+) -> tuple[Task, DatasetDict]:  # fmt: skip
     """A task, and its encoded splits train, validation and test by the options of `tnn lra`; see `Task.held_out`."""
     task = TASKS[name]
     if max_length is not None:

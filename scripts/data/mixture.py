@@ -183,10 +183,8 @@ class MixedRows:
                 self._open(number)
                 texts = next(self.texts[number], None)
             if texts is None:
-                raise ValueError(
-                    f"{self.mixture.names[number]} has no rows for shard {self.part + 1} of {self.mixture.parts}. "
-                    "Give a longer text or a smaller --num_shards."
-                )
+                shard = f"{self.part + 1} of {self.mixture.parts}. Give a longer text or a smaller --num_shards."
+                raise ValueError(f"{self.mixture.names[number]} has no rows for shard {shard}")
             found += texts
             characters += sum(map(len, texts))
             if characters >= CHARACTERS:

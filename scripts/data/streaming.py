@@ -68,11 +68,9 @@ def hold_out(mixture: Mixture, count: int, tokenizer, block_size: int, masked: b
         packer = Packer(mixture, tokenizer, block_size, masked)
         blocks, read = packer.first(mixture.texts_of(mixture.rows_of(number, part)), wanted)
         if len(blocks) < wanted:
-            raise ValueError(
-                f"Shard {part + 1} of {mixture.parts} of {mixture.names[number]} must have {wanted} blocks of "
-                f"{block_size} tokens for validation, got {len(blocks)}. Give --validation_file, a longer text, or a "
-                "smaller --max_eval_blocks, --num_shards or --block_size."
-            )
+            needs = f"must have {wanted} blocks of {block_size} tokens for validation, got {len(blocks)}"
+            advice = "Give --validation_file, or smaller --max_eval_blocks, --num_shards or --block_size."
+            raise ValueError(f"Shard {part + 1} of {mixture.parts} of {mixture.names[number]} {needs}. {advice}")
         mixture.skipped[number, part], mixture.unused[number, part] = read, packer.rest
         held.append(blocks)
     return np.concatenate(held)
@@ -134,10 +132,9 @@ class PartReader:
             found.append(self.packer.blocks(self.rows.next(ROWS)))
             count += len(found[-1])
             if self.first + count == 0 and min(self.rows.epochs) > 0:
-                raise ValueError(
-                    f"Shard {part + 1} of {mixture.parts} of the train text is shorter than one block of "
-                    f"{self.packer.block_size} tokens. Give a longer text, or a smaller --num_shards or --block_size."
-                )
+                short = f"is shorter than one block of {self.packer.block_size} tokens"
+                advice = "Give a longer text, or a smaller --num_shards or --block_size."
+                raise ValueError(f"Shard {part + 1} of {mixture.parts} of the train text {short}. {advice}")
         self.window = np.concatenate(found)
         if self.window_size > 1:
             order = random_generator(mixture.seed, 3, part, self.first)

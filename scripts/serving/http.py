@@ -20,11 +20,7 @@ GONE = 499
 # Status -> kind of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 # Status -> headers: OpenAI's clients try again but for what took too long.
-HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    429: {"Retry-After": "1"},
-    504: {"X-Should-Retry": "false"},
-}
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 504: {"X-Should-Retry": "false"}}
 # Names of this machine.
 LOCAL = ("127.0.0.1", "::1", "localhost")
 

@@ -63,14 +63,9 @@ class Pretraining:
     """One training run: its state, and its steps, evaluations and checkpoints."""
 
     def __init__(
-        self,
-        args: PretrainArguments,
-        accelerator: Accelerator,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        train: BlockStream | TextStream,
-        validation: BlockStream,
-    ):
+        self, args: PretrainArguments, accelerator: Accelerator, model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase, train: BlockStream | TextStream, validation: BlockStream,
+    ):  # fmt: skip
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.output_dir = Path(args.output_dir)
         self.causal = args.objective == "clm"

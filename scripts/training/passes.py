@@ -158,23 +158,13 @@ def recorder_for(accelerator: Accelerator) -> CudaRecorder | None:
 
 
 class CapturedStep:
-    """A function for the pass of a batch, which is recorded when it is first called.
+    """A function for the pass of a batch, which is recorded when it is first called, unless there is no `recorder`.
 
-    Where that fails it goes on as it is, after one warning.
-
-    Args:
-        compute: of a batch and a factor of its loss. Adds to the gradients of `model`, and returns the detached loss.
-        passes: the passes of a step. If there is one, the recording writes gradients and adds to none.
-        recorder: None to record nothing.
+    Where that fails it goes on as it is, after one warning. `compute(batch, scale)` adds to the gradients of `model`,
+    and returns the detached loss. If a step has one of the `passes`, the recording writes gradients and adds to none.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
-        model: torch.nn.Module,
-        passes: int,
-        recorder: CudaRecorder | None,
-    ):
+    def __init__(self, compute: Callable, model: torch.nn.Module, passes: int, recorder: CudaRecorder | None):
         self.compute, self.model, self.passes, self.recorder = compute, model, passes, recorder
         self._replay = None
 

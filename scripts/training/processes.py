@@ -86,20 +86,16 @@ def watching_processes() -> Iterator[None]:
     except RuntimeError as error:
         if not (isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in OF_GLOO)):
             raise
-        raise LostProcessError(
-            "Another process of this run has ended, or has not answered within --ddp_timeout. What it wrote says why "
-            f"({' '.join(str(error).split())[:200]})."
-        ) from error
+        lost = "Another process of this run has ended, or has not answered within --ddp_timeout"
+        raise LostProcessError(f"{lost} ({' '.join(str(error).split())[:200]}).") from error
 
 
 def prepare_engine(on_cpu: bool, timeout: timedelta):
     """Let accelerate shard on CPUs too, over gloo, and refuse DeepSpeed. Call it before the `Accelerator` is made."""
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise ValueError(
-            "This program does not run with DeepSpeed: it would change the weights before their gradients are known "
-            "to be finite, and it reads checkpoints from pickles, which can run any code. "
-            "configuration/accelerate/fsdp2.yaml divides the same states."
-        )
+        # It would change weights before their gradients are known to be finite, and reads checkpoints from pickles.
+        same = "configuration/accelerate/fsdp2.yaml divides the same states"
+        raise ValueError(f"This program does not run with DeepSpeed: {same}.")
     shards_on_cpu = on_cpu and parse_flag_from_env("ACCELERATE_USE_FSDP")
     if shards_on_cpu and PartialState(cpu=True, timeout=timeout).distributed_type == DistributedType.MULTI_CPU:
         # The only name under which accelerate looks for FSDP, else it copies the model to each process unasked.
@@ -110,11 +106,9 @@ def prepare_engine(on_cpu: bool, timeout: timedelta):
 def check_engine(accelerator: Accelerator):
     """Raise a ValueError if the launcher was asked for shards, and the model is not in any."""
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
-        raise ValueError(
-            f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value} with "
-            f"{accelerator.num_processes} process on {accelerator.device.type}. Start several processes with "
-            "`accelerate launch`."
-        )
+        runs = f"{accelerator.distributed_type.value} with {accelerator.num_processes} process"
+        where = f"{runs} on {accelerator.device.type}. Start several with `accelerate launch`."
+        raise ValueError(f"FSDP was asked for, but accelerate runs {where}")
 
 
 def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others) -> tuple:

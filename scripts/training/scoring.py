@@ -80,15 +80,7 @@ def hidden_tokens(count: int, share: float, seed: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def score_masked(
-    model,
-    ids: torch.Tensor,
-    hidden: torch.Tensor,
-    length: int,
-    mask_token: int,
-    enclosing: tuple[list[int], list[int]],
-    tokens_per_pass: int,
-) -> torch.Tensor:
+def score_masked(model, ids, hidden, length: int, mask_token: int, enclosing, tokens_per_pass: int) -> torch.Tensor:
     """The loss in nats of each hidden token of ids `(T,)`, given the others of its row, `(M,)` in float64 on the CPU.
 
     All `hidden` `(T,)` tokens become the mask token, other than in training, where a fifth of them stay or become

@@ -115,14 +115,9 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def train_classifier(
-    trainer: GroupingTrainer,
-    args: ClassifierArguments,
-    tests: dict[str, Dataset],
-    labels: dict[str, list[int]],
-    task: str,
-    compared: dict | None = None,
-    **about,
-):
+    trainer: GroupingTrainer, args: ClassifierArguments, tests: dict[str, Dataset], labels: dict[str, list[int]],
+    task: str, compared: dict | None = None, **about,
+):  # fmt: skip
     """Train, save, evaluate, and write `all_results.json`, a line for each test and the next commands.
 
     The results have `TEST_accuracy` and `TEST_majority`, the accuracy of always answering the largest class, and the
