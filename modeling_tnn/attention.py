@@ -11,20 +11,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, masking_utils
 from transformers.cache_utils import Cache
-from transformers.masking_utils import (
-    create_bidirectional_mask,
-    create_bidirectional_sliding_window_mask,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama import modeling_llama as llama
 
 from .cache_tnn import cache_argument
 from .configuration_tnn import FULL, SLIDING
@@ -35,10 +25,10 @@ from .recurrence import check_rows, refuse_backward
 from .tno import LayerContext
 
 MASKS = {
-    (FULL, True): create_causal_mask,
-    (FULL, False): create_bidirectional_mask,
-    (SLIDING, True): create_sliding_window_causal_mask,
-    (SLIDING, False): create_bidirectional_sliding_window_mask,
+    (FULL, True): masking_utils.create_causal_mask,
+    (FULL, False): masking_utils.create_bidirectional_mask,
+    (SLIDING, True): masking_utils.create_sliding_window_causal_mask,
+    (SLIDING, False): masking_utils.create_bidirectional_sliding_window_mask,
 }
 
 
@@ -68,10 +58,10 @@ class TnnAttention(nn.Module):
         # (B, H, L, d_h), and twice with G; of divided projections, the heads of this process
         query, key, value = (one.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in projected)
         if rotation is not None:
-            query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *rotation))
+            query, key = (one.to(value.dtype) for one in llama.apply_rotary_pos_emb(query, key, *rotation))
         if context.cache is not None:
             key, value = update_key_values(context.cache, self.layer_idx, key, value)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, llama.eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         attend = partial(attend, self, scaling=self.scaling, sliding_window=self.sliding_window, dropout=dropout)
         batches, mask = None if context.documents is None else context.documents.batches, masks[self.kind]
@@ -92,7 +82,7 @@ def attend_apart(attend: Callable, heads: Sequence[torch.Tensor], batches: Batch
     return batches.join(mixed, tokens.shape[:2])
 
 
-class TnnRotaryEmbedding(LlamaRotaryEmbedding):
+class TnnRotaryEmbedding(llama.LlamaRotaryEmbedding):
     """Rotary positions, whose frequencies stay in float32 when the model gets another dtype, or are in float64."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,12 +124,8 @@ def make_attention_inputs(
     """The masks by kind of attention, and the cosines and sines of rotary positions; None without attention.
 
     Masks are as `attn_implementation` takes them, `(B, 1, L, S)` for most; of packed rows outside of graphs, one for
-    each batch of documents. The cosines and sines are `(B, L, d_h)` or `(1, L, d_h)`.
-
-    Args:
-        attention_mask: `(B, past + L)`, 0 at padding; or the masks of a step of fixed shape.
-        positions: `(B, L)` or `(1, L)`; None without rotary positions.
-        documents: the `Documents` of packed rows, or None.
+    each batch of documents. They follow from the mask `(B, past + L)`, 0 at padding, unless that is those of a step of
+    fixed shape. The cosines and sines are `(B, L, d_h)` or `(1, L, d_h)`, as the positions are.
     """
     kinds, config = [getattr(getattr(layer, "attention", None), "kind", None) for layer in model.layers], model.config
     first = {kind: kinds.index(kind) for kind in kinds[: config.num_hidden_layers] if kind is not None}

@@ -123,7 +123,7 @@ class TnnBlock(GradientCheckpointingLayer):
         self.glu_norm = build_norm(config, config.hidden_size)
         self.glu = TnnGatedLinearUnit(own) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.add_residual = NORM_POSITIONS[config.norm_position]
+        self.norm_position = config.norm_position
 
     def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
@@ -146,8 +146,9 @@ class TnnBlock(GradientCheckpointingLayer):
 
         norms = (self.attention_norm if self.mixer is None else self.mixer_norm, self.glu_norm)
         mixer_norm, glu_norm = (with_mask(norm, context.mask) for norm in norms)
-        hidden_states = self.add_residual(hidden_states, mixer_norm, mix_tokens)
-        return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
+        add_residual = NORM_POSITIONS[self.norm_position]
+        hidden_states = add_residual(hidden_states, mixer_norm, mix_tokens)
+        return hidden_states if self.glu is None else add_residual(hidden_states, glu_norm, mix_channels)
 
 
 class TnnPreTrainedModel(PreTrainedModel):

@@ -215,16 +215,8 @@ def build_final_norm(config: PreTrainedConfig) -> nn.Module:
     return BatchNorm(config.hidden_size) if by_batch else LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
-def pre_norm(x, norm, sublayer):
-    return x + sublayer(norm(x))
-
-
-def post_norm(x, norm, sublayer):
-    return norm(x + sublayer(x))
-
-
-def res_post_norm(x, norm, sublayer):
-    return x + norm(sublayer(x))
-
-
-NORM_POSITIONS = {"pre": pre_norm, "post": post_norm, "res_post": res_post_norm}
+NORM_POSITIONS = {
+    "pre": lambda x, norm, sublayer: x + sublayer(norm(x)),
+    "post": lambda x, norm, sublayer: norm(x + sublayer(x)),
+    "res_post": lambda x, norm, sublayer: x + norm(sublayer(x)),
+}

@@ -285,12 +285,9 @@ class Recurrence:
 
 
 class FilterRecurrence(Recurrence):
-    """Exact decoding of any causal kernel by future fill.
+    """Exact decoding of any causal kernel by future fill. It has m = `taps` taps, or None if it has no end.
 
-    Args:
-        operator: an operator with `coefficients(length)`.
-        taps: number of taps m, or None if the kernel has no end.
-        refill_phase: fraction by which the first block is shorter than the others.
+    `refill_phase` is the fraction by which the first block is shorter than the others.
     """
 
     _kernel: torch.Tensor | None = None

@@ -15,12 +15,9 @@ from modeling_tnn.serving.scheduler import QueueFullError
 
 
 class Encoder:
-    """Reads texts with a bidirectional `TnnModel`, a batch after the other; requests take turns.
+    """Reads texts with a bidirectional `TnnModel`, a batch after the other; at most `max_waiting` requests take turns.
 
-    Args:
-        most_rows: the most texts of a batch.
-        most_tokens: the most tokens of one of several texts, padding included.
-        max_waiting: the most requests that wait for their turn.
+    A batch has at most `most_rows` texts and, if it has several, `most_tokens` tokens, padding included.
     """
 
     is_alive, num_running, state_bytes = True, 0, 0  # as of an `Engine`, for metrics and /health

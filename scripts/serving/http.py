@@ -65,10 +65,8 @@ def handle_errors(app: FastAPI):
 class Checks:
     """Answer what must not come in before it is read, and count responses by route and status, when they begin.
 
-    Args:
-        key: what clients must send, but for `/health`; None for no key.
-        host: the address of the server. Without a key one of this machine has no other name: else a page could call it
-            by that of its own site, which leads to this machine.
+    Clients must send the `key`, if there is one, but for `/health`. Without it, a `host` of this machine has no other
+    name: else a page could call it by that of its own site, which leads to this machine.
     """
 
     def __init__(self, app, key: str | None, host: str | None, responses: Counter):

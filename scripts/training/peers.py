@@ -12,19 +12,16 @@ from modeling_tnn.configuration_tnn import TnnConfig
 def modernbert_like(config: TnnConfig) -> PreTrainedConfig:
     """A ModernBERT that, like a TNN classifier, pools by the mean of all tokens."""
     width, dropout = config.hidden_size, config.hidden_dropout_prob
+    shared = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "num_labels")
     return ModernBertConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=width,
-        num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=max(1, width // 32),
         intermediate_size=max(width, config.gtu_dim + config.intermediate_size - 4 * width // 3),
         embedding_dropout=dropout,
         mlp_dropout=dropout,
-        max_position_embeddings=config.max_position_embeddings,
         global_attn_every_n_layers=1,
         classifier_pooling="mean",
-        num_labels=config.num_labels,
         pad_token_id=0,
+        **{name: getattr(config, name) for name in shared},
         **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
     )
 
@@ -32,11 +29,9 @@ def modernbert_like(config: TnnConfig) -> PreTrainedConfig:
 def vit_like(config: TnnConfig) -> PreTrainedConfig:
     """A ViT for pictures of the same size."""
     width = config.hidden_size
-    shared = ("num_hidden_layers", "hidden_dropout_prob", "image_size", "patch_size", "num_channels", "id2label")
+    shared = ("hidden_size", "num_hidden_layers", "hidden_dropout_prob", "image_size", "patch_size", "num_channels")
     return ViTConfig(
-        hidden_size=width,
         num_attention_heads=max(1, width // 64),
         intermediate_size=max(width, (3 * (config.gtu_dim + config.intermediate_size) - 4 * width) // 2),
-        label2id=config.label2id,
-        **{name: getattr(config, name) for name in shared},
+        **{name: getattr(config, name) for name in (*shared, "id2label", "label2id")},
     )
