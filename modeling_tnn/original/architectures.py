@@ -297,6 +297,12 @@ def s4_model(head: str = "sequence-classification", **options) -> Architecture:
     return Architecture(s4_fields, head, options, S4_NAMES, check, prepare_s4, s4_sizes)
 
 
+def dna_model(module, options: dict, check: Callable, tokenizer: Callable) -> Architecture:
+    """A language model of DNA, which a module of this folder describes."""
+    functions = (module.prepare, module.sizes, tokenizer)
+    return Architecture(module.fields, "causal-lm", options, module.NAMES, check, *functions)
+
+
 PUBLISHED = {
     "expand_ratio": 3, "act_fun": "silu", "glu_act": "silu", "use_norm": False, "norm_type": "simplermsnorm",
     "residual": False,
@@ -327,19 +333,6 @@ ARCHITECTURES = {
     "rtf-pathfinder": s4_model(trunc_len=1024, dataset="pathfinder"),
     "rtf-pathx": s4_model(trunc_len=16384, dataset="pathfinder"),
     "hyena_rtf": Architecture(hyena_fields, "causal-lm", HYENA, HYENA_NAMES, check_hyena, prepare_hyena, hyena_sizes),
-    "hyenadna": Architecture(
-        hyenadna.fields,
-        "causal-lm",
-        names=hyenadna.NAMES,
-        check=lambda tensors, options: check_values(options, hyenadna.VALUES),
-        prepare=hyenadna.prepare,
-        sizes=hyenadna.sizes,
-        tokenizer=dna_tokenizer,
-    ),
-    **{
-        name: Architecture(
-            evo2.fields, "causal-lm", options, evo2.NAMES, evo2.check, evo2.prepare, evo2.sizes, evo2.byte_tokenizer
-        )
-        for name, options in evo2.RELEASED.items()
-    },
+    "hyenadna": dna_model(hyenadna, {}, lambda _, options: check_values(options, hyenadna.VALUES), dna_tokenizer),
+    **{name: dna_model(evo2, given, evo2.check, evo2.byte_tokenizer) for name, given in evo2.RELEASED.items()},
 }
