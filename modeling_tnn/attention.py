@@ -100,9 +100,7 @@ class TnnRotaryEmbedding(llama.LlamaRotaryEmbedding):
         return super()._apply(without_narrowing(fn, self.buffers()), recurse)
 
 
-def update_key_values(
-    cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def update_key_values(cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
     """All keys and values of a layer: earlier ones from the cache, a constant, and the new ones `(B, G, L, d_h)`."""
     layer = cache.layers[layer_idx]
     if layer.is_initialized and layer.keys.numel():
@@ -118,24 +116,23 @@ def update_key_values(
     return tuple(torch.cat([new, old[:, :, new.shape[2] :]], dim=2) for new, old in pairs)
 
 
-def make_attention_inputs(
-    model: nn.Module, hidden_states, attention_mask, cache: Cache | None, positions, documents
-) -> tuple | None:
+def make_attention_inputs(model: nn.Module, hidden_states, attention_mask, context: LayerContext) -> tuple | None:
     """The masks by kind of attention, and the cosines and sines of rotary positions; None without attention.
 
     Masks are as `attn_implementation` takes them, `(B, 1, L, S)` for most; of packed rows outside of graphs, one for
     each batch of documents. They follow from the mask `(B, past + L)`, 0 at padding, unless that is those of a step of
     fixed shape. The cosines and sines are `(B, L, d_h)` or `(1, L, d_h)`, as the positions are.
     """
+    documents = context.documents
     kinds, config = [getattr(getattr(layer, "attention", None), "kind", None) for layer in model.layers], model.config
     first = {kind: kinds.index(kind) for kind in kinds[: config.num_hidden_layers] if kind is not None}
     if not first:
         return None
-    rotation = None if model.rotary is None else model.rotary(hidden_states, positions)
+    rotation = None if model.rotary is None else model.rotary(hidden_states, context.positions)
     if isinstance(attention_mask, dict):
         return attention_mask, rotation
     if documents is None or documents.batches is None:
-        given = (hidden_states, attention_mask, cache)
+        given = (hidden_states, attention_mask, context.cache)
         return {kind: mask_of(kind, config, *given, first[kind], documents) for kind in first}, rotation
     like = [hidden_states.new_empty(*shape, 0) for shape in documents.batches.shapes]
     pairs = [*zip(like, documents.batches.real, strict=True)]

@@ -331,19 +331,15 @@ class TnnModel(TnnPreTrainedModel):
         context = self.open_pass(tokens, inputs_embeds, context, position_ids, use_cache)
         hidden_states = self.start(inputs_embeds, context)
         del inputs_embeds  # a gigabyte for a million positions
-        attention_inputs = make_attention_inputs(
-            self, hidden_states, attention_mask, context.cache, context.positions, context.documents
-        )
+        attention_inputs = make_attention_inputs(self, hidden_states, attention_mask, context)
+        context = context._replace(attention_inputs=attention_inputs)
         layers = self.layers[: self.config.num_hidden_layers]
         kernels = extensions.kernels_of_layers(layers, hidden_states, context)
         for layer, kernel in zip(layers, kernels, strict=True):
-            hidden_states = layer(
-                hidden_states, context=context._replace(attention_inputs=attention_inputs, kernel=kernel)
-            )
+            hidden_states = layer(hidden_states, context=context._replace(kernel=kernel))
         hidden_states = with_mask(self.norm, context.mask)(hidden_states)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_states, **{CACHE: context.cache if use_cache else None}
-        )
+        cache = context.cache if use_cache else None
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE: cache})
 
     def check_inputs(self, input_ids, input_values, inputs_embeds) -> torch.Tensor:
         """Check the input, and return ids `(B, L)` or embeddings `(B, L, d)`: those given, or those of values."""

@@ -36,7 +36,7 @@ class HybridTests(MixerTests):
         """Values and gradients, with padding before, behind and inside texts."""
         model = self.build(causal).double().model
         x, real = torch.randn(3, 19, 32, dtype=torch.float64, requires_grad=True), MASK.bool()
-        inputs = make_attention_inputs(model, x, MASK, None, token_positions(MASK, 0, x), None)
+        inputs = make_attention_inputs(model, x, MASK, LayerContext(positions=token_positions(MASK, 0, x)))
         for layer in model.layers:
             if layer.attention is None:
                 continue
