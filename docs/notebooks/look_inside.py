@@ -79,7 +79,7 @@ print("the same text:", torch.equal(*same))
 
 
 # %%
-class ExponentialOperator(ToeplitzOperator):
+class FadingOperator(ToeplitzOperator):
     supports_bidirectional = False
 
     def __init__(self, config, layer_idx: int = 0):
@@ -97,8 +97,8 @@ class ExponentialOperator(ToeplitzOperator):
         return (amplitudes[..., None] * torch.sigmoid(rates)[..., None] ** lags).sum(dim=1)  # (D, L)
 
 
-register_operator("exponential", ExponentialOperator)
-mine = TnnForCausalLM(TnnConfig(tno_type="exponential", vocab_size=100, hidden_size=32, num_hidden_layers=2)).eval()
+register_operator("fading", FadingOperator)
+mine = TnnForCausalLM(TnnConfig(tno_type="fading", vocab_size=100, hidden_size=32, num_hidden_layers=2)).eval()
 cached = mine.generate(ids[:, :20], max_new_tokens=20, do_sample=False)
 uncached = mine.generate(ids[:, :20], max_new_tokens=20, do_sample=False, use_cache=False)
 print("decoding with the cache gives the same text:", torch.equal(cached, uncached))
