@@ -107,7 +107,8 @@ class DecodingStep(nn.Module):
         super().__init__()
         config = model.config
         if len(config.tno_types) > 1 or config.tno_types[0] not in STEPS:
-            raise ValueError(f"`tno_type` must be one of {', '.join(STEPS)} for one step, got {config.tno_types}")
+            got = ", ".join(config.tno_types)
+            raise ValueError(f"`tno_type` must be one of {', '.join(STEPS)} for one step, got {got!r}")
         config.require("layer_types", {*config.layer_types} == {TOEPLITZ}, f"{TOEPLITZ!r} in all layers for one step")
         config.require("toeplitz_mixer", config.toeplitz_mixer in (GTU, S4), "'gtu' or 's4' for one step")
         config.require("position_embedding", config.position_embedding is None, "None for one step")

@@ -81,6 +81,10 @@ def modal_fields(draw, causal):
     return {"num_modes": draw(st.integers(1, 6)), "modal_window": draw(st.integers(1, 9))}
 
 
+def exponential_fields(draw, causal):
+    return {"num_modes": draw(st.integers(1, 6))}
+
+
 def explicit_fields(draw, causal):
     return {"decay": draw(decays())}
 
@@ -102,6 +106,7 @@ def mixer_fields(draw, causal):
     if mixer == HYENA:
         sizes = st.integers(1, 5) if causal else st.sampled_from((1, 3, 5))
         mixer_only = {"short_conv_kernel": draw(sizes), "hyena_rank": draw(st.sampled_from((None, 3)))}
+        mixer_only |= {"hyena_skip": draw(st.booleans())}
     else:
         mixer_only = {"gtu_expansion": 1, "gtu_norm": False} if mixer == S4 else {}
     return {"toeplitz_mixer": mixer} | mixer_only
@@ -114,6 +119,7 @@ FIELDS = {
     "rtf": rtf_fields,
     "s4d": s4d_fields,
     "modal": modal_fields,
+    "exponential": exponential_fields,
     "explicit": explicit_fields,
     "hyena": hyena_fields,
 }
@@ -140,6 +146,8 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
         "gtu_norm": hidden_act != "relu" and draw(st.booleans()),
         "hidden_act": hidden_act,
         "norm_type": norm_type,
+        "final_norm_type": draw(st.sampled_from((None, "rmsnorm", "scalenorm"))),
+        "output_biases_only": draw(st.booleans()),
         "norm_position": draw(st.sampled_from(("pre", "post", "res_post"))),
         "scale_embedding": draw(st.booleans()),
         "embedding_norm": draw(st.booleans()),

@@ -24,8 +24,10 @@ def shaken(module: torch.nn.Module, seed: int, scale: float = 0.3) -> torch.nn.M
     """`module` in float64, no parameter at the value that its initialisation gives."""
     module = module.double().eval()
     with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
+        for index, (name, parameter) in enumerate(module.named_parameters()):
             parameter.add_(noise(*parameter.shape, seed=seed + index), alpha=scale)
+            if name.endswith("log_poles"):  # with a positive one, the last outputs hide the first
+                parameter.abs_().neg_()
     return module
 
 
