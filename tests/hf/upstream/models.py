@@ -119,6 +119,12 @@ class ModelTests(ModelTesterMixin):
         with self.assertRaisesRegex(ValueError, "`rope_parameters` must be"):
             tiny_config(**HYBRIDS["full"] | {"rope_parameters": rope})
 
+    def test_num_layers_is_small(self):
+        """Two, but for a layer of each of three kinds."""
+        if self.fields.get("num_hidden_layers") == 3:
+            self.skipTest("layers of three kinds")
+        super().test_num_layers_is_small()
+
     def test_can_load_ignoring_mismatched_shapes(self):
         """With biases of zero: the mean of three random ones, PyTorch's default, is above its bound now and then."""
         with patch.dict(self.model_tester.fields, initializer="normal"):
