@@ -66,9 +66,10 @@ class SimpleRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def normalized(chosen: slice) -> torch.Tensor:
-            return self.normalize(x[..., chosen, :].to(compute_dtype(x.dtype))).to(x.dtype)
+            part = x if chosen == slice(None) else x[..., chosen, :]
+            return self.normalize(part.to(compute_dtype(x.dtype))).to(x.dtype)
 
-        return by_parts(normalized, x.shape[-2], x[..., 0, :].numel(), x, dim=x.dim() - 2)
+        return by_parts(normalized, x.shape[-2], x.numel() // max(1, x.shape[-2]), x, dim=-2)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of `x` `(..., d)` in float32 or float64."""

@@ -233,7 +233,9 @@ def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, kernel: Ke
 
 
 def with_filters(operator: ToeplitzOperator, chosen: slice) -> ToeplitzOperator:
-    """A shallow copy of an operator without submodules, with the chosen filters."""
+    """An operator without submodules with the chosen filters: itself, or a shallow copy."""
+    if chosen == slice(None):
+        return operator
     twin, sides, own = copy.copy(operator), operator.channel_parameters, operator._parameters.items()
     given = {name: one.unflatten(0, (sides[name], -1)) for name, one in own if one is not None}
     rows = {name: one[:, chosen].flatten(0, 1) for name, one in given.items()}

@@ -8,6 +8,7 @@ with Evo 2", 2025; the code is vortex.) d channels, H heads, G filters, m taps.
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .options import check_stated, check_values
 
@@ -195,11 +196,8 @@ def byte_tokenizer(length: int | None = None, size: int = 512) -> PreTrainedToke
     The ids 0 and 1 are the end of text and padding, so bytes of these values have no token. The ids from 256 on have
     no bytes.
     """
-    # The letters that stand for bytes in the byte-level alphabet: printable ones for themselves, then the others.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    vocabulary = {letters[byte]: byte for byte in range(2, 256)} | {"<|eos|>": 0, "<|pad|>": 1}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items() if byte > 1}
+    vocabulary |= {"<|eos|>": 0, "<|pad|>": 1}
     vocabulary |= {f"<|unused_{number}|>": number for number in range(256, size)}
     tokens = Tokenizer(models.BPE(vocabulary, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
