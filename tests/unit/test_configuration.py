@@ -167,6 +167,10 @@ def test_layers_that_differ(tmp_path):
         model.to_recurrent()
     with pytest.raises(ValueError, match="`tno_type` must be one of rtf, s4d, modal for one step"):
         DecodingStep(model)
+    cache = model(torch.tensor([[5, 6]])).past_key_values
+    other = seeded(TnnForCausalLM, tiny_config(per_layer_config={1: {"tno_type": "fd", "fd_resolution": 16}}))
+    with pytest.raises(ValueError, match="`past_key_values` belongs to another model"):
+        other(torch.tensor([[7]]), past_key_values=cache)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="`tno_type` must be 'rpe, fd' for these weights, got 'rpe'"):
         TnnForCausalLM.from_pretrained(tmp_path, config=tiny_config())

@@ -8,8 +8,9 @@ import torch
 from scipy.signal import cont2discrete
 
 from helpers.models import random, relative_error, seeded, tiny_config
-from helpers.operators import OperatorTests, random_operator
-from modeling_tnn import tno_s4d
+from helpers.operators import OperatorTests, advance, random_input, random_operator
+from modeling_tnn import tno_modal, tno_s4d
+from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES, VandermondeProduct, vandermonde_product
 from modeling_tnn.toeplitz import Pair
@@ -46,6 +47,18 @@ def test_exponentials_are_their_definition(causal):
     operator.reset_parameters()
     constants = -1 / operator.log_poles[0]
     assert constants[0] == 1 and constants[-1].item() == pytest.approx(64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("log_pole", [0.0, 0.01])
+def test_a_long_prompt_of_an_exponential_that_does_not_decay(log_pole, monkeypatch):
+    for name in ("PIECE", "LONG_PROMPT"):
+        monkeypatch.setattr(tno_modal, name, 16)
+    operator, layer = random_operator("exponential", True), TnnCacheLayer()
+    operator.log_poles.fill_(log_pole)
+    v = random_input(2, 90, operator.channels)
+    found = torch.cat([advance(layer, part, operator) for part in v.split([80, 1, 9], dim=1)], dim=1)
+    assert relative_error(found, operator(v)) < 1e-11
 
 
 def random_modes(discretization: str, filters=3, modes=5) -> tuple[list, tuple]:
