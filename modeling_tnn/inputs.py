@@ -29,13 +29,11 @@ def is_elsewhere(layer: torch.nn.Module) -> bool:
     return isinstance(layer, torch.nn.Identity)
 
 
-def check_keywords(given: dict[str, Any], position_ids: Any = None):
-    """Refuse unknown keyword arguments, which would be ignored silently, and bounds of documents alone."""
+def check_keywords(given: dict[str, Any]):
+    """Refuse unknown keyword arguments, which would be ignored silently."""
     for name, value in given.items():
         if name not in KEYWORDS and value is not None:
             raise TypeError(f"`{name}` is not an argument of this model.")
-    if position_ids is None and (given.get("seq_idx") is not None or given.get("cu_seq_lens_q") is not None):
-        raise ValueError("`position_ids` must be given with `seq_idx` and `cu_seq_lens_q`, got None")
 
 
 def require_tensor(name: str, value: Any, letters: str, dims=None, dtypes=(), shapes=(), meaning: str = ""):

@@ -68,7 +68,7 @@ from .linear import apply_linear, apply_together
 from .mixers import TOEPLITZ_MIXERS, SkipWeight
 from .norms import NORM_POSITIONS, LayerNorm, SimpleRMSNorm, build_final_norm, build_norm, with_mask
 from .numerics import by_parts, parameter_dtype
-from .packing import Documents, documents_of, positions_of
+from .packing import Documents, documents_of, positions_of, read_bounds
 from .position_encoder import CastingLinear, sinusoidal_embedding
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_CONTEXT, LayerContext, ToeplitzOperator
@@ -302,7 +302,8 @@ class TnnModel(TnnPreTrainedModel):
             use_cache: whether to return the cache (causal models only), as `cache` from transformers 5.24 on, and as
                 `past_key_values` before.
             position_ids: `(B, L)`. Where they are 0 again within a row, another document begins. Documents do not see
-                each other. `seq_idx` and `cu_seq_lens_q`, which collators give beside them, have no effect.
+                each other. `seq_idx` `(B, L)` or else `cu_seq_lens_q` `(N + 1,)`, as collators of transformers give
+                them, say it in their place.
             input_values: `(B, L, input_channels)` real values instead of `input_ids` and only with
                 `config.input_channels`; `(B, L)` if that is 1. NaN and other values that are not finite are missing.
 
@@ -313,8 +314,11 @@ class TnnModel(TnnPreTrainedModel):
                 only), a shape is wrong, a row holds several documents and a cache is used, or a bidirectional model
                 gets a cache.
         """
-        check_keywords(kwargs, position_ids)
+        check_keywords(kwargs)
         tokens = self.check_inputs(input_ids, input_values, inputs_embeds)
+        bounds = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")
+        if bounds != (None, None):
+            position_ids = read_bounds(tokens, attention_mask, *bounds)
         documents = self.find_documents(tokens, attention_mask, past_key_values, position_ids, use_cache)
         context = LayerContext(attention_mask, past_key_values, documents)
         if self.sequence_parallel is not None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .extensions import extensions
-from .inputs import IDS, check_attention_mask, require_tensor, token_positions
+from .inputs import IDS, can_be_read, check_attention_mask, require_tensor, token_positions
 from .numerics import compute_dtype, must_be_eager
 
 
@@ -167,6 +167,33 @@ def documents_of(tokens, attention_mask, position_ids, in_graph: bool = False) -
     if (starts & real).sum(dim=1).max() <= 1:
         return None
     return Documents(starts, mask, device, padded_batches(starts, None if mask is None else real, device))
+
+
+def read_bounds(tokens, attention_mask, seq_idx, cu_seq_lens_q) -> torch.Tensor:
+    """Bounds of documents, as collators give them, as the positions `(B, L)` from which `documents_of` reads the same.
+
+    The first real token of each document has position 0, all others and the first of a row have 1, so that a row of
+    documents of one token has a position above 0.
+
+    Args:
+        seq_idx: `(B, L)` or `(1, L)`, the number of the document of each token.
+        cu_seq_lens_q: `(N + 1,)`, the first token of each document among all B L, and B L; not read with `seq_idx`.
+    """
+    shape, count = tokens.shape[:2], tokens.shape[:2].numel()
+    if seq_idx is None:
+        require_tensor("cu_seq_lens_q", cu_seq_lens_q, "(N + 1,)", 1, IDS)
+        if can_be_read(cu_seq_lens_q) and cu_seq_lens_q[-1] != count:
+            raise ValueError(f"`cu_seq_lens_q` must end with the number of tokens, {count}, got {cu_seq_lens_q}")
+        places = torch.arange(count, device=cu_seq_lens_q.device)
+        seq_idx = torch.searchsorted(cu_seq_lens_q.long(), places, right=True).view(shape)
+    require_tensor("seq_idx", seq_idx, "(B, L) or (1, L)", dtypes=IDS, shapes=[shape, (1, shape[1])])
+    numbers = seq_idx.expand(shape)
+    starts = torch.cat([torch.ones_like(numbers[:, :1], dtype=torch.bool), numbers[:, 1:] != numbers[:, :-1]], dim=1)
+    mask = mask_of_tokens(attention_mask, tokens)
+    real = torch.ones_like(starts) if mask is None else mask.to(starts.device)
+    positions = (~real | (count_real(starts, real) != 1)).long()
+    positions[:, 0] = 1
+    return positions
 
 
 def positions_of(documents: Documents | None, attention_mask, past_length: int, tokens) -> torch.Tensor:

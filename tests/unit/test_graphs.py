@@ -78,7 +78,8 @@ def test_one_graph(tno_type, causal, fields, masked, packed):
     model = language_model(tno_type, causal, **fields).double()
     call, backend = compiled(model, backend="aot_eager")
     for size in (16, 7, 1) if packed else (40,):
-        inputs = {"position_ids": POSITIONS % size} if packed else {}
+        bounds = {"seq_idx": POSITIONS // size} if masked else {"position_ids": POSITIONS % size}
+        inputs = bounds if packed else {}
         inputs |= {"attention_mask": MASK} if masked else {}
         assert_same(results(call, model, **inputs), results(model, model, **inputs))
     names = names_of(backend)

@@ -79,6 +79,35 @@ def test_rows_of_several_documents_with_padding(tno_type):
         assert relative_error(hidden[row, start:end], alone) < 5e-6
 
 
+BOUNDS = {"seq_idx": ["seq_idx"], "cu_seq_lens_q": ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"]}
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (1, 1, 1)])
+@pytest.mark.parametrize("kept", BOUNDS.values(), ids=BOUNDS)
+def test_bounds_in_place_of_positions(kept, lengths):
+    """Also of documents of one token, and where positions begin at 2 in each document."""
+    batch = flattened(lengths, return_seq_idx=True, return_flash_attn_kwargs=True)
+    given = {name: batch[name] for name in ["input_ids", *kept]}
+    for causal in (True, False):
+        model = seeded(HEADS[causal], tiny_config(causal=causal))
+        expected = torch.cat([model(text[None]).logits for text in texts(lengths)], dim=1)
+        for positions in (None, batch["position_ids"] + 2):
+            assert relative_error(model(**given, position_ids=positions).logits, expected) < 5e-6
+
+
+def test_bounds_with_padding():
+    """Padding before, within and behind a document, with or without a number of its own, belongs to none."""
+    model, ids = seeded(TnnModel, tiny_config(causal=False)), torch.randint(99, (2, 9))
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1, 1, 1, 1]])
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 2, 2, 2, 2, 2]])
+    bounds = {"seq_idx": numbers}, {"cu_seq_lens_q": torch.tensor([0, 3, 9, 13, 18, 18])}
+    for given in bounds:
+        hidden = model(ids, attention_mask=mask, **given).last_hidden_state
+        for row, start, end in ((0, 1, 3), (0, 4, 7), (1, 0, 3), (1, 4, 9)):
+            alone = model(ids[row : row + 1, start:end]).last_hidden_state[0]
+            assert relative_error(hidden[row, start:end], alone) < 5e-6
+
+
 ORDINARY = {
     "eager": (torch.arange(12)[None], None),
     "offset": (torch.arange(12)[None] + 30, None),
@@ -123,7 +152,9 @@ REFUSED = [
     ({"position_ids": RESTART, "use_cache": True}, "must be one document when a cache is used"),
     ({"position_ids": torch.arange(5)[None]}, r"must have shape \(B, L\) or \(1, L\) = \(1, 4\), got \(1, 5\)"),
     ({"position_ids": torch.zeros(3, 1, 4).long()}, r"`position_ids` must have shape .*, got \(3, 1, 4\)"),
-    ({"seq_idx": torch.zeros(1, 4).long()}, "`position_ids` must be given with `seq_idx`"),
+    ({"seq_idx": torch.zeros(1, 5).long()}, r"`seq_idx` must have shape \(B, L\) or \(1, L\) = \(1, 4\), got"),
+    ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, "`cu_seq_lens_q` must end with the number of tokens, 4, got"),
+    ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "use_cache": True}, "must be one document when a cache is used"),
     ({"position_ids": RESTART, "attention_mask": torch.ones(1, 3)}, r"`attention_mask` must have .*, got \(1, 3\)"),
 ]
 
