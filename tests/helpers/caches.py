@@ -19,6 +19,7 @@ from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import lively_language_model, relative_error, slow
 from modeling_tnn.cache_tnn import max_crop, memory_per_sequence, state_bytes
+from modeling_tnn.inputs import pool_tokens
 
 MODELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.9},
@@ -167,6 +168,20 @@ class CacheTests:
             expected = model(text, attention_mask=mask, use_cache=False).logits
             found = passes(model, text, [301, 1, 1, 41], mask)
             assert relative_error(found[mask.bool()], expected[mask.bool()]) < 1e-10
+
+    def test_embeddings_in_chunks_are_those_of_one_pass(self, model):
+        """With padding before and behind the text, also of whole chunks."""
+        text, base = text_of(101), model.model
+        mask = torch.ones_like(text)
+        mask[0, 60:], mask[1, :45] = 0, 0
+        for given in ({}, {"attention_mask": mask}):
+            with torch.no_grad():
+                states = base(text, use_cache=False, **given).last_hidden_state
+            for pooling in ("mean", "last"):
+                expected = pool_tokens(pooling, states, given.get("attention_mask"))
+                for size in (1, 40, 101):
+                    found = base.embed(text, pooling=pooling, chunk_size=size, **given)
+                    assert relative_error(found, expected) < 1e-10
 
     @torch.no_grad()
     def test_what_is_taken_back_was_never_there(self, model):
