@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tnn_programs.cli.errors import importing, report_errors
 
-from tnn_programs.cli.atomic import write_text
 from tnn_programs.cli.card_options import add_arguments
 from tnn_programs.cli.model_path import check_model_path
 from tnn_programs.cli.parser import ProgramParser
@@ -28,10 +27,10 @@ def main():
     check_model_path(args.folder, "folder")
     with importing("scripts"):
         from tnn_programs.training.card_inputs import check_folder, collect, load
-        from tnn_programs.training.model_card import render
+        from tnn_programs.training.model_card import write_card
     check_folder(args.output_dir, args.folder)
     collect(args, load(args.folder), args.output_dir)
-    write_text(args.output_dir / "README.md", render(args.output_dir))
+    write_card(args.output_dir)
     sys.stdout.write(f"card of {args.repo_id} in {args.output_dir}\n")
 
 

@@ -4,13 +4,22 @@
 out parts whose file is missing. The same inputs give the same card.
 """
 
+import shutil
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import yaml
+from huggingface_hub import (
+    EvalResult,
+    EvalResultEntry,
+    ModelCard,
+    ModelCardData,
+    eval_result_entries_to_yaml,
+)
+from huggingface_hub.constants import EVAL_RESULTS_FOLDER
 from jinja2 import Environment, StrictUndefined
 
 from modeling_tnn.configuration_tnn import TnnConfig
-from tnn_programs.cli.atomic import read_json
+from tnn_programs.cli.atomic import read_json, write_text
 from tnn_programs.cli.tables import format_metric
 from tnn_programs.training.card_inputs import DATA_OPTIONS, FIGURES, INPUTS, PIPELINES, RECIPE
 
@@ -58,9 +67,39 @@ def citations(config: dict) -> list[str]:
     return [entries[key] for key in ("qin2023toeplitz", *(PAPERS[name] for name in operators if name in PAPERS))]
 
 
+def eval_entries(inputs: dict) -> list[EvalResultEntry]:
+    """The figures on one data set of the Hub, as its pages and leaderboards read them."""
+    metrics, arguments = inputs["metrics"] or {}, inputs["arguments"] or {}
+    of_glue = arguments.get("task_name")
+    found = ["nyu-mll/glue"] if of_glue else hub_data(inputs)
+    if len(found) != 1 or arguments.get("validation_file"):
+        return []
+    task, split = of_glue or arguments.get("dataset_config_name") or "default", metrics.get("split", "validation")
+    return [
+        EvalResultEntry(found[0], task, metrics[key], notes=f"{name}, {split} split")
+        for key, (name, _, is_evaluation) in FIGURES.items()
+        if is_evaluation and isinstance(metrics.get(key), int | float)
+    ]
+
+
+def read_inputs(folder: Path) -> dict:
+    return {name: read_json(folder / file) if (folder / file).is_file() else None for name, file in INPUTS.items()}
+
+
+def write_card(folder: Path):
+    """Write the card, README.md, and figures on data of the Hub, `.eval_results/`, from the inputs in `folder`."""
+    write_text(folder / "README.md", render(folder))
+    shutil.rmtree(folder / EVAL_RESULTS_FOLDER, ignore_errors=True)
+    if entries := eval_entries(read_inputs(folder)):
+        (folder / EVAL_RESULTS_FOLDER).mkdir()
+        name = f"{entries[0].dataset_id.replace('/', '_')}.yaml"
+        text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
+        write_text(folder / EVAL_RESULTS_FOLDER / name, text)
+
+
 def render(folder: Path) -> str:
     """The text of the card whose inputs are in `folder`."""
-    inputs = {name: read_json(folder / file) if (folder / file).is_file() else None for name, file in INPUTS.items()}
+    inputs = read_inputs(folder)
     inputs["config"] = TnnConfig.from_dict(inputs["config"]).to_dict()
     card, config, arguments = inputs["card"], inputs["config"], inputs["arguments"] or {}
     name, task = card["repo_id"].split("/")[-1], PIPELINES[inputs["model"]["class"]]

@@ -30,7 +30,7 @@ from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.card_options import build_publishing_parser
 from tnn_programs.cli.model_path import load
 from tnn_programs.training import card_inputs
-from tnn_programs.training.model_card import render
+from tnn_programs.training.model_card import write_card
 
 logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
@@ -86,7 +86,7 @@ def stage(args: argparse.Namespace, target: Path):
     if args.space and (name := type(model).__name__) != "TnnForCausalLM":
         raise ValueError(f"--space: {args.folder} holds a {name}: only a TnnForCausalLM has a page.")
     card_inputs.collect(args, model, target)
-    (target / "README.md").write_text(render(target), encoding="utf-8")
+    write_card(target)
     if args.card_dir is not None:
         shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
     save(model, args.folder, target, args.max_shard_size)
@@ -103,7 +103,7 @@ def stage_card(card: Path, folder: Path, target: Path, max_shard_size: str) -> t
     shutil.copytree(card, target)
     settings = read_json(card / card_inputs.INPUTS["card"])
     write_json(target / card_inputs.INPUTS["card"], settings | {"published": True})
-    (target / "README.md").write_text(render(target), encoding="utf-8")
+    write_card(target)
     save(model, folder, target, max_shard_size)
     return settings["repo_id"], target
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from helpers.models import AUTO, image_config, seeded, tiny_config
 from helpers.scripts import SENTENCES, run_script, write_config
@@ -19,7 +19,7 @@ from modeling_tnn import (
 from tnn_programs.cli.card_options import build_publishing_parser
 from tnn_programs.training import card_inputs
 from tnn_programs.training.card_inputs import INPUTS, collect
-from tnn_programs.training.model_card import TEMPLATE, render
+from tnn_programs.training.model_card import TEMPLATE, render, write_card
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 
@@ -64,7 +64,8 @@ def card(tmp_path):
                 (tmp_path / f"{name}.json").write_text(json.dumps(content))
                 setattr(args, name, tmp_path / f"{name}.json")
         collect(args, model, tmp_path / "card")
-        return render(tmp_path / "card")
+        write_card(tmp_path / "card")
+        return (tmp_path / "card" / "README.md").read_text()
 
     return write
 
@@ -95,6 +96,28 @@ def test_the_figures_of_a_script(card, tmp_path):
     data = yaml.safe_load(card(model, training_args={"dataset_name": ["user/web", str(tmp_path)]}).split("---")[1])
     assert data["datasets"] == ["user/web"]
     assert data["model-index"][0]["results"][0]["dataset"]["type"] == "user/web"
+
+
+def test_figures_where_the_hub_reads_them(card, tmp_path):
+    """Of one data set of the Hub, or a task of GLUE; none of a text of one's own, also after a card that had some."""
+    model, place = seeded(TnnForCausalLM, tiny_config()), tmp_path / "card/.eval_results"
+    metrics = {"eval_accuracy": 0.8125, "eval_f1": 0.5, "split": "test", "steps": 7}
+    for name, given, task in (
+        ("nyu-mll_glue", {"task_name": "mrpc"}, "mrpc"),
+        ("user_data", {"dataset_name": "user/data", "dataset_config_name": "part"}, "part"),
+        ("user_data", {"dataset_name": "user/data"}, "default"),
+    ):
+        card(model, all_results=metrics, training_args=given)
+        (file,) = place.iterdir()
+        accuracy, f1 = parse_eval_result_entries(yaml.safe_load(file.read_text()))
+        assert file.name == f"{name}.yaml" and (accuracy.dataset_id.replace("/", "_"), accuracy.task_id) == (
+            name,
+            task,
+        )
+        assert (accuracy.value, accuracy.notes, f1.value) == (0.8125, "accuracy, test split", 0.5)
+    for given in ({"dataset_name": "user/data", "validation_file": "mine.txt"}, {"dataset_name": "user/a user/b"}):
+        card(model, all_results=metrics, training_args=given)
+        assert not place.exists()
 
 
 def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
