@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .parallel.sequence import SequenceParallel
     from .serving.scheduler import BatchScheduler
+    from .tools.comparing import evaluate_by_length, match_parameters, plot_by_length, state_bytes_by_length
     from .tools.poles import PoleCallback, find_unstable, project_poles
 
 __version__ = "0.1.0"
@@ -56,12 +57,16 @@ __all__ = [
     "ToeplitzOperator",
     "causal_toeplitz_matmul",
     "dense_toeplitz",
+    "evaluate_by_length",
     "find_unstable",
     "keep_products",
     "list_presets",
     "load_preset",
+    "match_parameters",
+    "plot_by_length",
     "project_poles",
     "register_operator",
+    "state_bytes_by_length",
     "toeplitz_matmul",
 ]
 
@@ -71,6 +76,7 @@ _LATER = {
     "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
     "parallel.sequence": ["SequenceParallel"],
     "serving.scheduler": ["BatchScheduler"],
+    "tools.comparing": ["evaluate_by_length", "match_parameters", "plot_by_length", "state_bytes_by_length"],
     "tools.poles": ["PoleCallback", "find_unstable", "project_poles"],
 }
 

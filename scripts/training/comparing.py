@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, TrainingArguments, set_seed
 
 from modeling_tnn.tno_rtf import RtfOperator
+from modeling_tnn.tools.comparing import match_parameters
 from modeling_tnn.tools.poles import PoleCallback, spectral_radius
 from tnn_programs.benchmarks import measure, models
 from tnn_programs.cli.atomic import read_json, saving_errors, write_json, write_text
@@ -34,8 +35,6 @@ OF_ALL = {
     "variants", "task", "seeds", "seeds_at_best", "sweep_learning_rates", "contexts", "dry_run", "state_sizes", "seed",
     "learning_rate", "output_dir", "logging_dir", "run_name",
 }  # fmt: skip
-# Fields that give a model its number of parameters, of which the first that it has counts, and how near it must come.
-INNER, TOLERANCE = ("intermediate_size", "state_size"), 0.05
 
 
 class Task:
@@ -58,24 +57,13 @@ class Task:
 
     def config(self, variant: str) -> PreTrainedConfig:
         """The configuration of a variant, with the parameters of the first one if they are to be equal."""
-
-        def count(config: PreTrainedConfig, size: int | None = None) -> int:
-            if size is not None:
-                setattr(config, field, size)
-            with torch.device("meta"):
-                return sum(parameter.numel() for parameter in self.model(copy.deepcopy(config)).parameters())
-
         config, first = (self.args.variant_config(one) for one in (variant, self.args.compared[0]))
         if not self.args.equal_parameters or variant == self.args.compared[0]:
             return config
-        wanted, found = count(first), count(config)
-        field = next((name for name in INNER if hasattr(config, name)), None)
-        if field is not None and (slope := count(config, 2) - (least := count(config, 1))):
-            found = count(config, max(1, round(1 + (wanted - least) / slope)))
-        if abs(found / wanted - 1) > TOLERANCE:
-            allowed = f"of {wanted:,} parameters within {TOLERANCE:.0%} with --equal_parameters"
-            raise ValueError(f"--variants {variant} must be {allowed}, got {found:,}: change other fields of it")
-        return config
+        try:
+            return match_parameters(config, first, self.model)
+        except ValueError as error:
+            raise ValueError(f"--variants {variant} with --equal_parameters: {error}") from error
 
     def trainer(self, training: TrainingArguments, variant: str, rate: float) -> GroupingTrainer:
         """The Trainer of one variant, with its model."""

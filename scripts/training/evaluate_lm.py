@@ -16,12 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from modeling_tnn.data.text import enclosing_tokens, tokenize, with_line_break
 from modeling_tnn.recurrence import DivergenceError
+from modeling_tnn.tools.comparing import plot_by_length, score_tokens
 from tnn_programs.cli.atomic import claim, read_json, saving_errors, write_json, write_text
 from tnn_programs.cli.model_path import check_device, check_vocabulary, load
 from tnn_programs.cli.parser import parse_overrides
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.data.corpus import load_texts
-from tnn_programs.training.scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens
+from tnn_programs.training.scoring import by_context, bytes_until, hidden_tokens, interval, score_masked
 
 
 def trained_length(folder: str, config) -> int | None:
@@ -211,16 +212,14 @@ def longest(results: list[dict]) -> list[dict]:
 def plot(results: list[dict], file: Path):
     """Draw perplexity over length, with a mark at the length of the training."""
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for column, title in columns_of(results).items():
-        points = [(r["length"], r["perplexity"]) for r in results if (r["model"], r["stride"]) == column]
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=title)
+    titles, figures = columns_of(results), {}
+    for r in results:
+        figures.setdefault(titles[r["model"], r["stride"]], {})[r["length"]] = r["perplexity"]
+    plot_by_length(figures, axes)
     for length in {result["trained_length"] for result in results} - {None}:
         axes.axvline(length, color="gray", linestyle="--", linewidth=1, label=f"trained at {length}")
-    lengths = sorted({result["length"] for result in results})
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(lengths, map(str, lengths), rotation=45)
-    axes.set(xlabel="length of the text read at once, in tokens", ylabel="perplexity per token")
+    axes.set_ylabel("perplexity per token")
     figure.legend(loc="outside right upper")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)

@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from modeling_tnn.data.text import pack, tokenize, train_tokenizer
+from modeling_tnn.tools.comparing import rows_of, score_tokens
 from tnn_programs.cli.task_arguments import ComparisonArguments
 from tnn_programs.data.corpus import load_corpus
 from tnn_programs.training.comparing import Task, compare
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.passes import token_losses
-from tnn_programs.training.scoring import batches, score_tokens
 
 MASK_PROBABILITY = 0.15
 IGNORED = -100
@@ -51,7 +51,7 @@ def text_loss(
         nats = score_tokens(model, ids, length, None, tokens_per_pass)
         return nats.mean().item(), len(nats)
     total, count = 0.0, 0
-    parts = (batches(part, length, length, tokens_per_pass) for part in mask(ids, tokenizer))
+    parts = (rows_of(part, length, length, tokens_per_pass) for part in mask(ids, tokenizer))
     for rows, labels in zip(*parts, strict=True):
         nats = token_losses(model(rows.to(model.device)).logits, labels.to(model.device), causal=False)  # (B, L)
         total, count = total + nats.double().sum().item(), count + (labels != IGNORED).sum().item()

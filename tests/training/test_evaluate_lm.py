@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadMod
 
 from helpers.models import lively_language_model, seeded, slow, tiny_config
 from helpers.scripts import SENTENCES, read, run_script, table_rows, write_text
-from modeling_tnn import TnnForMaskedLM
+from modeling_tnn import TnnForMaskedLM, evaluate_by_length, match_parameters, state_bytes_by_length
 from modeling_tnn.data.text import tokenize, train_tokenizer
+from modeling_tnn.tools.comparing import count_parameters, score_tokens
 from tnn_programs.training import evaluate_lm, scoring
 from tnn_programs.training.card_inputs import read_evaluation
 from tnn_programs.training.scoring import bytes_until, hidden_tokens, score_masked
@@ -61,7 +62,7 @@ def test_definition(name, stride, tokens_per_pass, folder):
     model = evaluate_lm.AutoModelForCausalLM.from_pretrained(folder / name).eval()
     for tokens, length in ((100, 11), (33, 11), (34, 33), (97, 33), *([(40, 2)] if stride is None else [])):
         nats = direct(model, tokens, length, stride or length - 1)
-        result = scoring.score_tokens(model, text_of(tokens), length, stride, tokens_per_pass)
+        result = score_tokens(model, text_of(tokens), length, stride, tokens_per_pass)
         assert len(result) == tokens - 1 and result.mean().item() == pytest.approx(sum(nats) / len(nats), rel=1e-5)
         if stride is None:
             bins = scoring.by_context(torch.tensor(nats), length)
@@ -70,6 +71,31 @@ def test_definition(name, stride, tokens_per_pass, folder):
                 own = [loss for i, loss in enumerate(nats) if bin["first"] <= i % (length - 1) + 1 <= bin["last"]]
                 assert bin["tokens"] == len(own) and bin["loss"] == pytest.approx(sum(own) / len(own), rel=1e-5)
             assert sum(bin["tokens"] for bin in bins) == tokens - 1 and bins[-1]["last"] == length - 1
+
+
+def test_in_python():
+    """Texts of a batch are scored on real tokens; a length beyond a text reads all of it. The state of `rtf` stays."""
+    model, short = lively_language_model(tno_type="rtf", vocab_size=300), text_of(23)
+    ids, mask = torch.stack([text_of(100), torch.nn.functional.pad(short, (77, 0))]), torch.ones(2, 100)
+    mask[1, :77] = 0
+    found = evaluate_by_length(model, [{"input_ids": ids, "attention_mask": mask}], [11, 64], tokens_per_pass=10)
+    for length in (11, 64):
+        nats = direct(model, 100, length, length - 1) + direct(model, 23, length, length - 1)
+        assert found[length] == pytest.approx(sum(nats) / len(nats), rel=1e-7)
+    whole = model(short[None], labels=short[None]).loss.item()
+    assert evaluate_by_length(model, [short[None]], [23]) == pytest.approx({23: whole})
+    with pytest.raises(ValueError, match="must be causal"):
+        evaluate_by_length(seeded(TnnForMaskedLM, tiny_config(causal=False)), [ids], [2])
+    for batches, lengths in (([ids], [1]), ([ids[:, :1]], [2]), ([ids], [])):
+        with pytest.raises(ValueError, match="must"):
+            evaluate_by_length(model, batches, lengths)
+    (first, last), width = state_bytes_by_length(model, [64, 4096]), 2 * model.config.num_hidden_layers * 8
+    assert first["state"] == last["state"] and last["transformer"] == 4096 * width * model.config.hidden_size
+    peer = GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=300)
+    matched = count_parameters(match_parameters(model.config, peer))
+    assert matched == pytest.approx(count_parameters(peer), rel=0.05) != model.num_parameters()
+    with pytest.raises(ValueError, match="`config` must allow .* parameters within 5%, got"):
+        match_parameters(model.config, GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300))
 
 
 def test_definition_of_a_masked_model(tno_type="ski", tokens_per_pass=10):
