@@ -201,7 +201,7 @@ def test_step_or_length_that_does_not_fit(unbroken, tmp_path, monkeypatch):
     command = ["pretrain", *unbroken[0], "--output_dir", tmp_path, "--checkpointing_steps", 2]
     message = str(ends(Pretraining, "_train_step", 4, exhaust, *command))
     assert "for a training step: give a smaller --per_device_train_batch_size" in message and "latest" in message
-    monkeypatch.setattr("tnn_programs.training.scoring.score_rows", lambda *_: exhaust())
+    monkeypatch.setattr("modeling_tnn.tools.comparing.score_rows", lambda *_: exhaust())
     with pytest.raises(SystemExit, match="at length 32: give a smaller --tokens_per_pass than 4096"):
         run_script("evaluate_lm", "--model_name_or_path", unbroken[1], "--validation_file",
                    write_text(tmp_path / "text.txt"), "--lengths", 32, "--output_dir", tmp_path / "out")  # fmt: skip

@@ -9,6 +9,7 @@ from datasets import Dataset
 from helpers.models import seeded, tiny_config
 from helpers.scripts import TEXT, read, run, table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.tools.comparing import score_tokens
 from tnn_programs.data.synthetic import (
     BAND,
     IGNORED,
@@ -21,7 +22,6 @@ from tnn_programs.data.synthetic import (
 )
 from tnn_programs.run_synthetic import SyntheticArguments
 from tnn_programs.training import run_ablation, run_synthetic
-from tnn_programs.training.scoring import score_tokens
 
 
 def test_copying_rows():
