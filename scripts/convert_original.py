@@ -29,7 +29,7 @@ from tnn_programs.cli.model_path import naming
 from tnn_programs.cli.parser import ProgramParser, Values
 
 DTYPES = ("float32", "bfloat16", "float16")
-ARCHITECTURES, HEADS = (NAMES[f"modeling_tnn.original.architectures.{name}"] for name in ("ARCHITECTURES", "HEADS"))
+ARCHITECTURES, HEADS = (NAMES[f"tnn_programs.original.architectures.{name}"] for name in ("ARCHITECTURES", "HEADS"))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace):
     with importing("scripts"):
         import torch
 
-        from modeling_tnn.original import conversion
+        from tnn_programs.original import conversion
     checkpoint = args.checkpoint
     if is_repository(checkpoint):
         with naming(checkpoint, "checkpoint", ()):

@@ -37,11 +37,11 @@ PAGES = Path(__file__).parents[1] / "reference"
 DECLARED = Path(tnn_programs.__file__).parent / "cli" / "declared.json"
 # Tables, tuples and Enums whose names options take.
 NAMES = (
-    "modeling_tnn.original.architectures.ARCHITECTURES",
-    "modeling_tnn.original.architectures.HEADS",
     "tnn_programs.data.glue.FUNCTIONS",
     "tnn_programs.data.glue.TASKS",
     "tnn_programs.data.lra.TASKS",
+    "tnn_programs.original.architectures.ARCHITECTURES",
+    "tnn_programs.original.architectures.HEADS",
     "tnn_programs.training.costs.PEAKS",
     "tnn_programs.training.plan.ENGINES",
     "transformers.trainer_utils.SchedulerType",

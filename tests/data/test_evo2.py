@@ -9,7 +9,7 @@ from helpers.models import relative_error
 from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.data.dna import average_strands, nucleotide_ids, reverse_complement
 from modeling_tnn.data.variants import Variant, score_variants
-from modeling_tnn.original.evo2 import byte_tokenizer
+from tnn_programs.original.evo2 import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 LETTERS = "".join(np.random.default_rng(1).choice(list("ACGTacgt"), 300))

@@ -124,7 +124,7 @@ def test_full_disk_in_a_conversion(program, tmp_path, largest_file, monkeypatch)
     output, text, given = tmp_path / "out", write_text(tmp_path / "text.txt"), tmp_path / "official.safetensors"
     save_file({"a": torch.zeros(1)}, given)  # whatever is converted is not the point here
     converted = seeded(TnnForCausalLM, tiny_config("rtf")), {"tensors": {}, "warnings": []}
-    monkeypatch.setattr("modeling_tnn.original.conversion.convert", lambda *options: converted)
+    monkeypatch.setattr("tnn_programs.original.conversion.convert", lambda *options: converted)
     command = [program, given, output, "--architecture", "tnn_pytorch", "--overwrite_output_dir"]
     if program == "to_recurrent":
         model = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)

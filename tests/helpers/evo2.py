@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import gelu, pad, silu
 
-from modeling_tnn.original.evo2 import RELEASED
+from tnn_programs.original.evo2 import RELEASED
 
 # Options of `evo2-tiny`, a layer of each kind and one more.
 TINY = {

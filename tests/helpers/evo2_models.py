@@ -4,7 +4,7 @@ from pathlib import Path
 
 from helpers.models import seeded
 from modeling_tnn import TnnForCausalLM, load_preset
-from modeling_tnn.original.evo2 import byte_tokenizer
+from tnn_programs.original.evo2 import byte_tokenizer
 
 
 def evo2(head: type, **fields):

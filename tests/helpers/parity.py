@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from helpers.models import relative_error
 from modeling_tnn import TnnConfig
-from modeling_tnn.original.names import our_layout, our_name
+from tnn_programs.original.names import our_layout, our_name
 
 FOLDER = Path(os.environ.get("TNN_GOLDEN") or Path(__file__).parents[1] / "parity" / "golden")
 CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_text())["cases"]}

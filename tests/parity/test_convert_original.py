@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from helpers.models import relative_error
 from helpers.parity import CASES, Case, named_cases
 from helpers.scripts import Malicious, run, run_script
-from modeling_tnn.original.conversion import convert, read_checkpoint
+from tnn_programs.original.conversion import convert, read_checkpoint
 
 LANGUAGE_MODELS = named_cases("causal_lm") + named_cases("masked_lm")
 TOLERANCE = 2e-5

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from helpers.released_rtf import affine, affine_of, hyena_logits, hyena_state, normal, pooled, s4_features, s4_state
 from helpers.scripts import run
-from modeling_tnn.original.conversion import convert
+from tnn_programs.original.conversion import convert
 
 TRUNCATION, WIDTH, CLASSES = 17, 6, 3
 LENGTHS = [11, 7, 1]

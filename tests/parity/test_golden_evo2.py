@@ -21,8 +21,8 @@ from helpers.models import relative_error
 from helpers.parity import FOLDER
 from helpers.scripts import Malicious, read, run_script
 from modeling_tnn import load_preset
-from modeling_tnn.original import evo2
-from modeling_tnn.original.conversion import convert, read_checkpoint, rename
+from tnn_programs.original import evo2
+from tnn_programs.original.conversion import convert, read_checkpoint, rename
 
 SETS = sorted((FOLDER / "evo2").glob("*.json"))
 

@@ -14,9 +14,9 @@ from helpers.hub_server import WITHOUT_THE_PACKAGE, HubServer, Repo, client, env
 from helpers.models import relative_error, slow
 from helpers.parity import Case, named_cases, over
 from helpers.scripts import ROOT, run_script
-from modeling_tnn.original import conversion
-from modeling_tnn.original.conversion import convert
-from modeling_tnn.original.hyenadna import layout
+from tnn_programs.original import conversion
+from tnn_programs.original.conversion import convert
+from tnn_programs.original.hyenadna import layout
 
 
 def released_state(case: Case) -> dict[str, torch.Tensor]:

@@ -17,9 +17,9 @@ from helpers.parity import (
 )
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 from modeling_tnn.mixers import TnnGatedToeplitzUnit
-from modeling_tnn.original.names import split_rational
 from modeling_tnn.tno_rtf import CONSTRAINTS, CompanionForm, RtfOperator
 from modeling_tnn.tno_ski import SkiOperator
+from tnn_programs.original.names import split_rational
 
 
 def causal_lm(case: Case) -> TnnForCausalLM:

@@ -9,11 +9,11 @@ from helpers.parity import Case, block_config, merge_heads, named_cases, operato
 from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.modeling_tnn import TnnBlock, TnnGatedLinearUnit
 from modeling_tnn.norms import NORM_TYPES
-from modeling_tnn.original.names import heads_together
 from modeling_tnn.position_encoder import RelativePositionEncoder
 from modeling_tnn.tno_fd import FdOperator
 from modeling_tnn.tno_rpe import RpeOperator
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
+from tnn_programs.original.names import heads_together
 
 KERNEL_ACTIVATIONS = {
     "none": lambda t: t,

@@ -30,9 +30,9 @@ ORDER = {
     PACKAGE: [
         {"kernels", "data"},
         {"compile", "parallel", "tools"},
-        {"original", "serving"},
+        {"serving"},
     ],
-    PROGRAMS: [{"cli", "plotting"}, {"data", "serving", "benchmarks"}, {"training"}],
+    PROGRAMS: [{"cli", "original", "plotting"}, {"data", "serving", "benchmarks"}, {"training"}],
 }
 # Files that need more than torch, transformers, huggingface_hub and safetensors, and what they need.
 EXTRAS = {

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .options import check_stated, check_values
+from tnn_programs.original.options import check_stated, check_values
 
 KINDS = {"hcs": "toeplitz", "hcm": "toeplitz", "hcl": "toeplitz", "attn": "full_attention"}
 NAMES = (

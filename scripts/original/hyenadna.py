@@ -9,8 +9,8 @@ import re
 
 import torch
 
-from ..data.dna import SPECIAL, VOCABULARY
-from .names import HYENA_NAMES
+from modeling_tnn.data.dna import SPECIAL, VOCABULARY
+from tnn_programs.original.names import HYENA_NAMES
 
 FILTER = "layers.0.mixer.tno."
 NAMES = (

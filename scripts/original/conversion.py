@@ -15,9 +15,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..configuration_tnn import TnnConfig
-from .architectures import ARCHITECTURES, HEADS, Architecture, operator_of
-from .names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
+from modeling_tnn.configuration_tnn import TnnConfig
+from tnn_programs.original.architectures import ARCHITECTURES, HEADS, Architecture, operator_of
+from tnn_programs.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
 
 # Prefixes of the modules of each head; the body is under `model.`, or has no prefix without a head.
 HEAD_MODULES = {"base": (), "causal-lm": ("lm_head.",), "masked-lm": ("transform.", "lm_head.")}

@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 
-from ..data.dna import dna_tokenizer
-from ..modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from ..norms import NORM_TYPES
-from ..tools.sequence_pairs import TnnForSequencePairClassification
-from . import evo2, hyenadna
-from .names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts
-from .options import check_stated, check_values
+from modeling_tnn.data.dna import dna_tokenizer
+from modeling_tnn.modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn.norms import NORM_TYPES
+from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
+from tnn_programs.original import evo2, hyenadna
+from tnn_programs.original.names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts
+from tnn_programs.original.options import check_stated, check_values
 
 HEADS = {
     "base": TnnModel,
