@@ -15,7 +15,8 @@ from torch import nn
 from transformers import initialization as init
 
 from .numerics import float64_or_widest
-from .tno_s4d import DiagonalOperator, Poles
+from .tno_modal import Poles
+from .tno_s4d import DiagonalOperator
 from .toeplitz import Pair
 
 

@@ -6,15 +6,17 @@
 
 B batch, D channels, L length, w window, Q modes, C tokens covered by the memory s, T tokens seen.
 
-All channels share the poles lambda, which lie inside the unit circle for all values of the parameters. (2) is a
-diagonal recurrence, advanced a block of tokens at a time. At the start of a block, one product with powers of the
-poles adds the inputs that are old enough to the memory s, and (2) gives its part in the outputs of the block. The
-younger inputs, in the history, add their part through the first taps, as in `FilterRecurrence`. The memory stays
-w + 64 tokens behind, so that the newest tokens can be removed.
+All channels share the poles lambda, which lie inside the unit circle for all values of the parameters; operators of
+`tno_s4d.py` have poles of each channel, and decode in the same way with the window 1. (2) is a diagonal recurrence,
+advanced a block of tokens at a time. At the start of a block, one product with powers of the poles adds the inputs
+that are old enough to the memory s, and (2) gives its part in the outputs of the block. The younger inputs, in the
+history, add their part through the first taps, as in `FilterRecurrence`. The memory stays w + 64 tokens behind, so
+that the newest tokens can be removed.
 """
 
 import math
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,32 +24,47 @@ from transformers import initialization as init
 
 from .configuration_tnn import DIRECTIONS
 from .history import HistoryBuffer, slack_after
-from .numerics import compute_dtype, float64_or_widest, is_exported, is_on_host
+from .numerics import compute_dtype, float64_or_widest, is_on_host
 from .recurrence import LONG_PROMPT, PIECE, Counters, DecodingState, FilterRecurrence, Prompt
-from .tno import ToeplitzOperator
-from .toeplitz import fit_taps
+from .tno import ToeplitzOperator, require_causal
+from .toeplitz import Pair, fit_taps
 
 BLOCK = 32
 
 
+class Poles(NamedTuple):
+    """The poles exp(-rate + i angle) of filters, `(D, Q)` each."""
+
+    rate: torch.Tensor
+    angle: torch.Tensor
+
+    def powers(self, exponents: torch.Tensor) -> Pair:
+        """The powers with the exponents `(M,)`, `(D, M, Q)`."""
+        exponents = exponents.to(self.rate.dtype)[:, None]  # (M, 1)
+        radius, turn = torch.exp(-self.rate[:, None] * exponents), self.angle[:, None] * exponents  # (D, M, Q)
+        return Pair(radius * turn.cos(), radius * turn.sin())
+
+
 class ModalRecurrence(FilterRecurrence):
-    """Decode a `ModalOperator` with a state whose size does not depend on the length of the sequence."""
+    """Decode a `ModesOperator` with a state whose size does not depend on the length of the sequence.
+
+    Tokens are read and written S at a time: of poles of each filter, the powers of many would take too much memory.
+    """
+
+    _aged: tuple[int, torch.Tensor] = (-1, None)  # most blocks begin at the same age
 
     def __init__(self, operator):
         super().__init__(operator, None, operator.refill_phase)
         self.horizon = self.base = BLOCK
         self.first_block = BLOCK - int(operator.refill_phase * BLOCK)
-        self.window = operator.window
+        self.window, self.span = operator.window, PIECE if operator.shares_poles else BLOCK
 
     @cached_property
-    def _powers(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Results of `_power` by its arguments, for up to a block of exponents."""
-        return {}
-
-    @cached_property
-    def _residues(self) -> torch.Tensor:
-        """The residues r_q in the dtype of the memory, `(D, Q)`."""
-        return self.operator.complex_residues().to(compute_dtype(self.operator.head.dtype).to_complex())
+    def _table(self) -> torch.Tensor:
+        """The powers lambda^0 .. lambda^S, real parts before imaginary ones, `(D, S + 1, 2Q)`."""
+        like = next(self.operator.parameters())
+        powers = self.operator.modes()[0].powers(torch.arange(self.span + 1, device=like.device))
+        return torch.cat(powers, dim=-1).to(compute_dtype(like.dtype))
 
     def builds_state_in_prefill(self, prompt: Prompt) -> bool:
         return prompt.length > LONG_PROMPT
@@ -55,15 +72,14 @@ class ModalRecurrence(FilterRecurrence):
     def prefill(self, state: DecodingState, prompt: Prompt):
         modes, behind = self.operator.num_modes, self.window + slack_after(prompt.length)
         seen = prompt.length - self._needed(prompt)
-        state.counters = Counters(block=self.first_block, covered=seen)
-        waiting = powers = None
+        state.counters, waiting = Counters(block=self.first_block, covered=seen), None
         for piece in prompt.last(self._needed(prompt)).pieces(PIECE):
             x = self.channel_major(piece.inputs())  # (B, D, S)
             if waiting is None:
-                waiting, powers = x[..., :0], self._powers_of_piece(x)
+                waiting = x[..., :0]
                 state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=x.dtype.to_complex())  # (B, D, Q)
             waiting, seen = torch.cat([waiting, x], dim=-1), seen + x.shape[-1]
-            self.advance_memory(state, waiting, seen - behind, powers)
+            self.advance_memory(state, waiting, seen - behind)
             waiting = waiting[..., waiting.shape[-1] - seen + state.counters.covered :]  # not covered, (B, D, P)
         state.history = HistoryBuffer(waiting, self.window + BLOCK)
 
@@ -74,10 +90,6 @@ class ModalRecurrence(FilterRecurrence):
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
         faded = (-math.log(resolution) / self.operator.slowest_rate()).item()  # inf for a rate of 0
         return int(min(prompt.length, faded + self.window + slack_after(prompt.length) + 1))
-
-    def _powers_of_piece(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The powers that all chunks of a prompt share, of which `x` is the first one."""
-        return self._power(0, x.shape[-1])
 
     def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         past = self.past(state)  # (B, D, P)
@@ -106,50 +118,84 @@ class ModalRecurrence(FilterRecurrence):
         state.tensors["future"] = near + self._from_memory(state, BLOCK)
         state.counters.position = 0
 
-    def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers=None):
-        """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered.
-
-        `powers` lambda^0, lambda^1, .. of the poles, `(Q, >= count)`, are computed if they are not given.
-        """
-        count = until - state.counters.covered
+    def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int):
+        """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered."""
+        count, size = until - state.counters.covered, self.span
         if count <= 0:
             return
-        powers = self._power(0, count) if powers is None else powers[:, :count]
-        powers = powers.flip(1).t()  # (count, Q): lambda^(count-1) .. lambda^0
-        inputs = waiting[..., :count]
-        added = torch.complex(inputs @ powers.real, inputs @ powers.imag)  # (B, D, Q)
-        faded = self._power(count, 1)[:, 0]  # (Q,)
-        state.tensors["memory"] = state.tensors["memory"] * faded + added
+        table, memory, rest = self._table, state.tensors["memory"], count % size
+        parts = waiting[..., :count].split([count - rest, rest], dim=-1)
+        most = max(1, PIECE // size) * size
+        for piece in (one for part in parts if part.shape[-1] for one in part.split(most, dim=-1)):
+            length = min(size, piece.shape[-1])
+            blocks = piece.unflatten(-1, (-1, length)).flip(-1)  # (B, D, I, S)
+            added = torch.einsum("bdin,dnq->bdiq", blocks, table[:, :length])  # (B, D, I, 2Q)
+            fading = complex_of(table[:, length])  # (D, Q)
+            for one in complex_of(added).unbind(2):
+                memory = memory * fading + one
+        state.tensors["memory"] = memory
         state.counters.covered = until
 
     def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         """The part of the memory in the next `count` outputs, `(B, D, count)`."""
-        memory, powers = state.tensors["memory"], self._power(self._age(state), count)  # (B, D, Q), (Q, count)
-        weighted = memory * self._residues  # (B, D, Q)
-        return weighted.real @ powers.real - weighted.imag @ powers.imag
-
-    def _age(self, state: DecodingState) -> int:
-        """The exponent in (2) for the next output; any number while the memory covers no token, and is 0."""
-        return max(0, state.length - state.counters.covered + 1 - self.window)
-
-    def _power(self, first: int, count: int) -> torch.Tensor:
-        """The powers lambda^first .. lambda^(first+count-1), complex `(Q, count)`."""
-        powers = self._powers.get((first, count))
-        if powers is None:
-            exponents = torch.arange(first, first + count, device=self.operator.angle.device)
-            powers = self.operator.powers(exponents).to(self._residues.dtype)
-            if count <= BLOCK:
-                self._powers[first, count] = powers
-        return powers
+        memory = state.tensors["memory"]
+        # The exponent in (2) for the next output; any number while the memory covers no token, and is 0.
+        age = max(0, state.length - state.counters.covered + 1 - self.window)
+        if self._aged[0] != age:
+            self._aged = age, self.operator.complex_residues(age).to(memory.dtype)  # (D, Q)
+        table, weights, parts = self._table, memory * self._aged[1], []
+        for start in range(0, count, self.span):
+            length = min(self.span, count - start)
+            both = torch.cat([weights.real, -weights.imag], dim=-1)  # (B, D, 2Q)
+            parts.append(torch.einsum("bdq,dnq->bdn", both, table[:, :length]))
+            weights = weights * complex_of(table[:, -1])
+        return torch.cat(parts, dim=-1)
 
 
-class ModalOperator(ToeplitzOperator):
+def complex_of(parts: torch.Tensor) -> torch.Tensor:
+    """Complex numbers `(..., Q)` from their real parts and, after them, their imaginary parts, `(..., 2Q)`."""
+    return torch.complex(*parts.chunk(2, dim=-1))
+
+
+class ModesOperator(ToeplitzOperator):
+    """An operator whose taps from lag w = `window` on are sums of exponentials, Re sum_q r_q lambda_q^(j - w)."""
+
+    is_recurrence = True
+    shares_poles = False  # whether all filters have the same poles
+    exponent = 0  # of the poles in the weights that `modes` returns, at lag w
+    window: int
+    num_modes: int
+
+    def modes(self) -> tuple[Poles, Pair]:
+        """The poles and the weights, `(D, Q)` each in float64; poles that all filters share are `(1, Q)`."""
+        raise NotImplementedError
+
+    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
+        """The powers lambda_q^n for the exponents `(M,)`, complex `(D, Q, M)`, in float64; of shared poles D is 1."""
+        return torch.complex(*self.modes()[0].powers(exponents)).mT
+
+    def complex_residues(self, age: int = 0) -> torch.Tensor:
+        """The weights r lambda^age of a memory in the output of this age, see (2), complex `(D, Q)`."""
+        poles, weights = self.modes()
+        power = poles.powers(torch.tensor([age + self.exponent], device=poles.rate.device))  # (D, 1, Q)
+        return torch.complex(*weights.times(Pair(*(part[:, 0] for part in power))))
+
+    def slowest_rate(self) -> torch.Tensor:
+        """The smallest -log|lambda_q| of all modes, `()`, not below 0."""
+        return self.modes()[0].rate.min().clamp(min=0).abs()  # not -0, whose inverse is -inf
+
+    def recurrence(self) -> ModalRecurrence:
+        require_causal(self)
+        return ModalRecurrence(self)
+
+
+class ModalOperator(ModesOperator):
     """The operator of first taps and complex exponentials, equation (1). Causal only."""
 
     supports_causal, supports_bidirectional = DIRECTIONS["modal"]
     # In bfloat16 phases are wrong after a few lags, and the residues of a fit do not cancel.
     fp32_parameters = ("head", "residues", "log_rate", "angle")
-    is_recurrence = True
+    shares_poles = True
     channel_parameters = {"head": 1, "residues": 1}
 
     def __init__(self, config, layer_idx: int = 0):
@@ -180,40 +226,17 @@ class ModalOperator(ToeplitzOperator):
         init.copy_(self.log_rate, -constants.log())
         init.zeros_(self.angle)
 
-    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
-        """The powers lambda_q^n for the exponents `(M,)`, complex `(Q, M)`, computed in float64."""
+    def modes(self) -> tuple[Poles, Pair]:
         dtype = float64_or_widest(self.angle.device)
-        exponents = exponents.to(dtype)
-        radius = torch.exp(-torch.exp(self.log_rate.to(dtype))[:, None] * exponents)  # (Q, M)
-        return torch.polar(radius, self.angle.to(dtype)[:, None] * exponents)
-
-    def slowest_rate(self) -> torch.Tensor:
-        """The smallest exp(nu_q) of all modes, `()` in float64."""
-        return self.log_rate.double().exp().min()
-
-    def complex_residues(self) -> torch.Tensor:
-        """The residues r_q of each channel, complex `(D, Q)`."""
-        return torch.view_as_complex(self.residues.to(float64_or_widest(self.angle.device)).contiguous())
+        poles = Poles(self.log_rate.to(dtype).exp()[None], self.angle.to(dtype)[None])
+        return poles, Pair(*self.residues.to(dtype).unbind(-1))
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if is_exported():
-            return self._exported_coefficients(length).to(device or self.head.device)
-        head = self.head[:, :length].to(compute_dtype(self.head.dtype))  # (D, <= w)
-        beyond = torch.arange(max(0, length - self.window), device=head.device)
-        tail = (self.complex_residues() @ self.powers(beyond)).real.to(head.dtype)  # (D, L - w)
-        return torch.cat([head, tail], dim=1).to(device or head.device)
-
-    def _exported_coefficients(self, length: int) -> torch.Tensor:
-        """The `coefficients` without a branch on the length and without complex numbers, which ONNX lacks."""
         position = torch.arange(length, device=self.head.device)
-        work = float64_or_widest(self.angle.device)
-        age = (position - self.window).clamp(min=0).to(work)  # (L,)
-        radius = torch.exp(-torch.exp(self.log_rate.to(work))[:, None] * age)  # (Q, L)
-        turn = self.angle.to(work)[:, None] * age  # (Q, L)
-        real, imag = self.residues.to(work).unbind(-1)  # (D, Q) each
-        tail = real @ (radius * turn.cos()) - imag @ (radius * turn.sin())  # (D, L)
+        poles, weights = self.modes()
+        powers = poles.powers((position - self.window).clamp(min=0))  # (1, L, Q)
+        tail = weights.real @ powers.real[0].t() - weights.imag @ powers.imag[0].t()  # (D, L)
         head = self.head.to(compute_dtype(self.head.dtype))  # (D, w)
-        return torch.where(position < self.window, fit_taps(head, length), tail.to(head.dtype))
-
-    def recurrence(self) -> ModalRecurrence:
-        return ModalRecurrence(self)
+        # No branch on the length, of which an exported graph would keep one side.
+        taps = torch.where(position < self.window, fit_taps(head, length), tail.to(head.dtype))
+        return taps.to(device or taps.device)

@@ -4,24 +4,20 @@
     t_k = 2 Re sum_q c_q g_q lambda_q^k,    and d more at k = 0                                              (2)
     t_{bi+j} = Re sum_q (w_q lambda_q^{bi}) lambda_q^j,    0 <= j < b                                        (3)
     gradient of w = conj(S),    gradient of (rate, angle) = (-Re(w S'), -Im(w S'))                           (4)
-    s_C = sum_{p < C} lambda^(C-1-p) v_p,    its part of y_t:  Re sum_q w_q lambda_q^(t-C+1) s_C,q           (5)
 
 B batch, D channels, L length, N = `s4d_state_size`, Q = N / 2 modes (each stands for itself and its conjugate),
-b block, C tokens covered by the memory s. A step of size Delta = exp(`log_step`) turns a pole
-alpha_q = -exp(`log_real`) + i `imag` of (1) into the pole lambda_q of (2), and its input weight 1 into the gain g_q;
-all poles lie inside the unit circle. A bidirectional operator has a second kernel for negative lags: t_{-k} is its
-tap k - 1, without d. (Gu, Gupta, Goel and Ré, "On the Parameterization and Initialization of Diagonal State Space
-Models", 2022, sections 3 and 4.)
+b block. A step of size Delta = exp(`log_step`) turns a pole alpha_q = -exp(`log_real`) + i `imag` of (1) into the
+pole lambda_q of (2), and its input weight 1 into the gain g_q; all poles lie inside the unit circle. A bidirectional
+operator has a second kernel for negative lags: t_{-k} is its tap k - 1, without d. (Gu, Gupta, Goel and Ré, "On the
+Parameterization and Initialization of Diagonal State Space Models", 2022, sections 3 and 4.)
 
 (3) is (2) with w = 2 c g and k = b i + j. It needs Q (L / b + b) powers instead of the Q L of the Vandermonde matrix
 lambda_q^k, and one product of matrices for each channel. In (4), for a gradient G of the taps, S = sum_k G_k lambda^k
-and S' = sum_k k G_k lambda^k by the same two levels. (5) is the recurrence of `tno_modal.py` with the window 1 and
-with poles of each channel.
+and S' = sum_k k G_k lambda^k by the same two levels. The recurrence is that of `tno_modal.py`.
 """
 
 import math
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,27 +25,12 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced
-from .recurrence import PIECE, DecodingState
-from .tno import ToeplitzOperator, require_causal
-from .tno_modal import ModalRecurrence
+from .tno_modal import ModesOperator, Poles
 from .toeplitz import Pair, entries
 from .toeplitz_fused import differentiable_gradients, must_differentiate
 
 # The least block b, and that of recorded graphs. Kernels of all lengths up to its square are the same sums.
 LEAST_BLOCK = 64
-
-
-class Poles(NamedTuple):
-    """The discrete poles exp(-rate + i angle), `(D, Q)` each."""
-
-    rate: torch.Tensor
-    angle: torch.Tensor
-
-    def powers(self, exponents: torch.Tensor) -> Pair:
-        """The powers with the exponents `(M,)`, `(D, M, Q)`."""
-        exponents = exponents.to(self.rate.dtype)[:, None]  # (M, 1)
-        radius, turn = torch.exp(-self.rate[:, None] * exponents), self.angle[:, None] * exponents  # (D, M, Q)
-        return Pair(radius * turn.cos(), radius * turn.sin())
 
 
 def zero_order_hold(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
@@ -174,83 +155,12 @@ def block_length(length: int) -> int:
     return LEAST_BLOCK if is_traced() else max(LEAST_BLOCK, 1 << ((length - 1).bit_length() + 1) // 2)
 
 
-class DiagonalRecurrence(ModalRecurrence):
-    """Decode an `S4dOperator` as `ModalRecurrence` does, with the powers of the poles of each channel.
+class DiagonalOperator(ModesOperator):
+    """An operator with poles of each filter: its `modes` are the poles and the weights w of (3), also `(2D, Q)`."""
 
-    Chunks are read and written a block of H tokens at a time: the powers of all tokens would take too much memory.
-    """
-
-    _aged: tuple[int, torch.Tensor] = (-1, None)  # most blocks begin at the same age
-
-    @cached_property
-    def _table(self) -> torch.Tensor:
-        """The powers lambda^0 .. lambda^H, real parts before imaginary ones, `(D, H + 1, 2Q)`."""
-        like = next(self.operator.parameters())
-        powers = self.operator.modes()[0].powers(torch.arange(self.horizon + 1, device=like.device))
-        return torch.cat(powers, dim=-1).to(compute_dtype(like.dtype))
-
-    def _powers_of_piece(self, x: torch.Tensor) -> None:
-        return None
-
-    def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers: None = None):
-        count, size = until - state.counters.covered, self.horizon
-        if count <= 0:
-            return
-        table, memory, rest = self._table, state.tensors["memory"], count % size
-        parts = waiting[..., :count].split([count - rest, rest], dim=-1)
-        for piece in (one for part in parts if part.shape[-1] for one in part.split(PIECE, dim=-1)):
-            length = min(size, piece.shape[-1])
-            blocks = piece.unflatten(-1, (-1, length)).flip(-1)  # (B, D, I, H)
-            added = torch.einsum("bdin,dnq->bdiq", blocks, table[:, :length])  # (B, D, I, 2Q)
-            fading = complex_of(table[:, length])  # (D, Q)
-            for one in complex_of(added).unbind(2):
-                memory = memory * fading + one
-        state.tensors["memory"] = memory
-        state.counters.covered = until
-
-    def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
-        memory, age = state.tensors["memory"], self._age(state)
-        if self._aged[0] != age:
-            self._aged = age, self.operator.complex_residues(age).to(memory.dtype)  # (D, Q)
-        table, weights, parts = self._table, memory * self._aged[1], []
-        for start in range(0, count, self.horizon):
-            length = min(self.horizon, count - start)
-            both = torch.cat([weights.real, -weights.imag], dim=-1)  # (B, D, 2Q)
-            parts.append(torch.einsum("bdq,dnq->bdn", both, table[:, :length]))
-            weights = weights * complex_of(table[:, -1])
-        return torch.cat(parts, dim=-1)
-
-
-def complex_of(parts: torch.Tensor) -> torch.Tensor:
-    """Complex numbers `(..., Q)` from their real parts and, after them, their imaginary parts, `(..., 2Q)`."""
-    return torch.complex(*parts.chunk(2, dim=-1))
-
-
-class DiagonalOperator(ToeplitzOperator):
-    """An operator with sums of exponentials, `num_modes` of each filter, as kernels. A variant defines `modes`."""
-
-    is_recurrence = kernel_in_parts = True
-    window = 1  # of `ModalRecurrence`: the tap at lag 0, which has d, is apart from the modes
+    kernel_in_parts = True
+    window = exponent = 1  # the tap at lag 0, which has d, is apart from the modes
     direct: nn.Parameter | None  # d, `(D,)`
-    num_modes: int
-
-    def modes(self) -> tuple[Poles, Pair]:
-        """The poles and the weights w of all filters, `(D, Q)` or `(2D, Q)` each, in float64."""
-        raise NotImplementedError
-
-    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
-        """The powers lambda_q^n for the exponents `(M,)`, complex `(D, Q, M)`, in float64."""
-        return torch.complex(*self.modes()[0].powers(exponents)).mT
-
-    def complex_residues(self, age: int = 0) -> torch.Tensor:
-        """The weights w lambda^(age + 1) of a memory in the output of this age, see (5), complex `(D, Q)`."""
-        poles, weights = self.modes()
-        power = poles.powers(torch.tensor([age + 1], device=poles.rate.device))  # (D, 1, Q)
-        return torch.complex(*weights.times(Pair(*(part[:, 0] for part in power))))
-
-    def slowest_rate(self) -> torch.Tensor:
-        """The smallest -log|lambda_q| of all modes, `()`, not below 0."""
-        return self.modes()[0].rate.min().clamp(min=0).abs()  # not -0, whose inverse is -inf
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         (poles, weights), like = self.modes(), next(self.parameters())
@@ -266,10 +176,6 @@ class DiagonalOperator(ToeplitzOperator):
         if self.causal:
             return positive
         return torch.cat([kernel[filters:].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
-
-    def recurrence(self) -> DiagonalRecurrence:
-        require_causal(self)
-        return DiagonalRecurrence(self)
 
 
 class S4dOperator(DiagonalOperator):
