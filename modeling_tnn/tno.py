@@ -163,7 +163,7 @@ class ToeplitzOperator(nn.Module):
         offloaded model are loaded only while their module runs.
         """
         if context.layout is not None:
-            return context.layout.mix(self, v, gate, context)
+            return context.layout.parallel.mix(self, v, gate, context)
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if context.documents is not None:
                 return matmul_of_rows(self, v, gate, context)

@@ -49,10 +49,6 @@ class Layout(NamedTuple):
     mask: torch.Tensor | None = None  # (B, L) of booleans, False at padding
     documents: Documents | None = None  # of packed rows
 
-    def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, context: LayerContext) -> torch.Tensor:
-        """The gated product of an operator, which calls this if the pass has a layout."""
-        return self.parallel.mix(operator, v, gate, context)
-
 
 class AllToAll(torch.autograd.Function):
     """Exchange vectors: `sizes` are those of the parts sent to each process, and `wanted` of those received."""
@@ -174,7 +170,7 @@ class SequenceParallel:
         return received.view(-1, len(y), len(tokens[self.index])).permute(1, 2, 0)
 
     def mix(self, operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, context: LayerContext) -> torch.Tensor:
-        """See `Layout.mix`."""
+        """The gated product of an operator, which calls this if the pass has a layout."""
         x, layout = gate.inputs(v), context.layout
         if layout.tokens is None:
             own = self.channels[self.index]
