@@ -155,37 +155,12 @@ def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> t
     return pad(product, (0, max(0, length - size)))[:, :length]
 
 
-class AllPole(torch.autograd.Function):
-    """`solve_recursion`. Its gradients are u, the same recursion from the end, and for a_i minus sum_t u_t y_{t-i}."""
-
-    @staticmethod
-    def forward(ctx, denominator: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        y = solve_recursion(denominator, x)
-        ctx.save_for_backward(denominator, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        denominator, y = ctx.saved_tensors
-        u, found = all_pole(denominator, gradient.flip(1)).flip(1), None
-        if ctx.needs_input_grad[0]:
-            lags = range(1, denominator.shape[1] + 1)
-            pairs = ((u[:, lag:].flatten(1), y[:, : max(0, y.shape[1] - lag)].flatten(1)) for lag in lags)
-            found = -torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], dim=1)
-        return found, u
-
-
-def all_pole(denominator: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The filter y = x / a: y_t = x_t - sum_i a_i y_{t-i}, for `(Q, N)` and `(Q, L, G)` to `(Q, L, G)`."""
-    own = is_traced() or is_transformed(x)
-    return (solve_recursion if own else AllPole.apply)(denominator, x)
-
-
 def solve_recursion(denominator: torch.Tensor, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
-    """The values of `all_pole` after `past` ones `(Q, N, G)`, in blocks, by substitution with triangular matrices.
+    """The filter y = x / a: y_t = x_t - sum_i a_i y_{t-i}, for `(Q, N)` and `(Q, L, G)` to `(Q, L, G)`.
 
-    Its errors are those of the plain recursion. A transform, or a power of the companion matrix, rounds relative to
-    the largest value, and the sums that follow magnify that: a stable filter with poles near each other may diverge.
+    It begins after `past` values `(Q, N, G)`, and takes blocks by substitution with triangular matrices. Its errors
+    are those of the plain recursion. A transform, or a power of the companion matrix, rounds relative to the largest
+    value, and the sums that follow magnify that: a stable filter with poles near each other may diverge.
     """
     order, size = denominator.shape[1], min(MANY_STEPS if len(denominator) <= 16 else STEPS, x.shape[1])
     lags = pad(monic(denominator), (size - 1, size - 1)).flip(1)  # from lag N + S - 1 to 1 - S
@@ -203,7 +178,7 @@ def solve_recursion(denominator: torch.Tensor, x: torch.Tensor, past: torch.Tens
 def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` coefficients of 1/a(z), `(Q, N)` to `(Q, length)`."""
     one = pad(torch.ones_like(denominator[:, :1]), (0, length - 1))
-    return all_pole(denominator, one[..., None])[..., 0]
+    return solve_recursion(denominator, one[..., None])[..., 0]
 
 
 def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
@@ -219,7 +194,7 @@ def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) ->
     """The taps `(D, F)` continued to `(D, length)` by equation (3)."""
     numerator = recurrence_numerator(denominator, taps).unflatten(0, (len(denominator), -1))  # (Q, D/Q, N)
     driven = pad(numerator, (0, length - 1))[..., : length - 1].transpose(1, 2)  # (Q, L-1, D/Q)
-    beyond = all_pole(denominator, driven)[:, taps.shape[1] - 1 :].transpose(1, 2).flatten(0, 1)  # taps F .. L-1
+    beyond = solve_recursion(denominator, driven)[:, taps.shape[1] - 1 :].transpose(1, 2).flatten(0, 1)  # F .. L-1
     return torch.cat([taps, beyond], dim=1)
 
 

@@ -11,11 +11,10 @@ from scipy import signal
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from helpers.models import RandomTexts, random, relative_error, seeded, tiny_config
+from helpers.models import RandomTexts, relative_error, seeded, tiny_config
 from helpers.operators import advance, random_input, random_operator
-from helpers.products import compare_derivatives
 from helpers.strategies import noise, seeds
-from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM, find_unstable, project_poles, tno_rtf
+from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM, find_unstable, project_poles
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.recurrence import DivergenceError
 from modeling_tnn.tno_rtf import reciprocal_series
@@ -84,15 +83,6 @@ def test_stable_filters_are_those_of_the_recursion(name):
     assert relative_error(found, operator(v)) < 1e-4
     with torch.no_grad():
         assert find_unstable(nn.ModuleList([operator])) == []
-
-
-@pytest.mark.parametrize("order, length", [(1, 1), (3, 2), (5, 9)])
-def test_derivatives_of_the_recursion(order, length, monkeypatch):
-    monkeypatch.setattr(tno_rtf, "MANY_STEPS", 4)
-    inputs = (random(2, order) / order, random(2, length, 3))
-    compare_derivatives((tno_rtf.all_pole, tno_rtf.solve_recursion), inputs)
-    batched = torch.vmap(tno_rtf.all_pole, in_dims=(None, 0))(inputs[0], torch.stack([inputs[1], inputs[1] + 1]))
-    torch.testing.assert_close(batched[1], tno_rtf.all_pole(inputs[0], inputs[1] + 1))
 
 
 @pytest.mark.parametrize("causal", [True, False])
