@@ -47,7 +47,7 @@ from .numerics import (
 )
 from .recurrence import LONG_PROMPT, PIECE, DecodingState, DivergenceError, Prompt, Recurrence
 from .tno import ToeplitzOperator, require_causal
-from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, exported_quotient, fit_taps
+from .toeplitz import causal_toeplitz_matmul, exported_quotient, fit_taps
 from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
 
 LARGE_CHUNK = 2**25  # numbers in a chunk of filters on an accelerator
@@ -147,14 +147,6 @@ def per_filter(values: torch.Tensor, filters: int) -> torch.Tensor:
     return values if filters == len(values) else values.repeat_interleave(filters // len(values), dim=0)
 
 
-def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` coefficients of the product of two power series, `(D, K)` and `(D, M)` to `(D, length)`."""
-    first, second = first[:, :length], second[:, :length]
-    size = next_fast_len(first.shape[1] + second.shape[1])
-    product = torch.fft.irfft(torch.fft.rfft(first, n=size) * torch.fft.rfft(second, n=size), n=size)
-    return pad(product, (0, max(0, length - size)))[:, :length]
-
-
 def solve_recursion(denominator: torch.Tensor, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
     """The filter y = x / a: y_t = x_t - sum_i a_i y_{t-i}, for `(Q, N)` and `(Q, L, G)` to `(Q, L, G)`.
 
@@ -185,9 +177,7 @@ def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch
     """The numerator c `(D, N)` of the filter with the taps `(D, F)`, by equation (2). Only taps 1 .. N are read."""
     order = denominator.shape[1]
     below, later = per_filter(monic(denominator), len(taps)), taps[:, 1 : order + 1]
-    if is_exported_to_onnx():
-        return (dense_toeplitz(pad(below[:, :order], (order - 1, 0))) @ later[..., None])[..., 0]
-    return multiply_series(below, later, order)
+    return causal_toeplitz_matmul(later.t()[None], below[:, :order], "eager")[0].t()
 
 
 def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
