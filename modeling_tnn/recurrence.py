@@ -331,6 +331,7 @@ class FilterRecurrence(Recurrence):
 
     def make_ready(self, state: DecodingState, like: torch.Tensor):
         """Do the work before a step: a new block, a tile, or a part of the next block."""
+        self.operator.require_positions(state.length + 1)
         counters = state.counters
         ends = counters.position == counters.block
         if ends:
@@ -348,6 +349,7 @@ class FilterRecurrence(Recurrence):
             self.look_ahead(state, until, counters.block - position)
 
     def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
+        self.operator.require_positions(state.length + x.shape[-1])
         past = self.past(state)  # (B, D, P)
         y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
         state.history.append(x)

@@ -131,8 +131,13 @@ class ToeplitzOperator(nn.Module):
         """
         return None
 
+    def require_positions(self, count: int):
+        """Raise a ValueError if the operator cannot read `count` positions. Exported graphs do not ask."""
+
     def kernel_of(self, length: int, device: torch.device | None = None, as_taps: bool = False) -> Kernel:
         """The response for `length` positions or, if there is none or with `as_taps`, the coefficients."""
+        if not is_exported():  # one graph serves all lengths
+            self.require_positions(length)
         response = None if as_taps else self.response(length, device)
         if response is not None:
             return response

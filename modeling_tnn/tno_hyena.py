@@ -26,8 +26,7 @@ from .extensions import extensions
 from .numerics import by_parts, compute_dtype, is_exported
 from .packing import Documents
 from .position_encoder import CastingLinear
-from .recurrence import DecodingState, FilterRecurrence
-from .tno import Kernel, ToeplitzOperator, kernel_arguments, require_causal
+from .tno import ToeplitzOperator
 from .toeplitz import fit_lags, fit_taps
 
 # The part of a filter that does not decay.
@@ -60,18 +59,6 @@ class ChannelLinear(CastingLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(L, F)` to `(L, D)`, channel-major in memory."""
         return (self.weight.to(x.dtype) @ x.t()).t()
-
-
-class LimitedRecurrence(FilterRecurrence):
-    """Decode a `HyenaOperator` up to the number of its taps."""
-
-    def make_ready(self, state: DecodingState, like: torch.Tensor):
-        self.operator.require_positions(state.length + 1)
-        super().make_ready(state, like)
-
-    def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
-        self.operator.require_positions(state.length + x.shape[-1])
-        return super().chunk(state, x)
 
 
 class HyenaOperator(ToeplitzOperator):
@@ -110,7 +97,6 @@ class HyenaOperator(ToeplitzOperator):
         copy(self.rates, decay_rates(len(self.rates)))
 
     def require_positions(self, count: int):
-        """Raise a ValueError if a sequence has more positions than the filter, and none may follow."""
         if self.beyond == "error" and count > self.longest:
             raise ValueError(
                 f"`hyena_filter_length` must be at least {count}, the length of the sequence, got {self.longest}. "
@@ -120,17 +106,12 @@ class HyenaOperator(ToeplitzOperator):
     def kernel_length(self, exact: bool = False) -> int:
         return self.longest
 
-    def kernel_of(self, length: int, device: torch.device | None = None, as_taps: bool = False) -> Kernel:
-        if not is_exported():  # one graph serves all lengths
-            self.require_positions(length)
-        return super().kernel_of(length, device, as_taps)
-
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
         """As for every operator. The filter limits documents, whose lengths are known when the graph runs."""
         if self.beyond == "error":
             starts = extensions.limit_documents(documents.starts, self.longest, "hyena_filter_length")
             documents = documents._replace(starts=starts)
-        kernel = super().kernel_of(*kernel_arguments(self, v, as_taps=True))
+        kernel = self.coefficients(min(v.shape[1], self.longest), v.device)
         return documents.convolve(v, kernel, self.causal, self.implementation)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
@@ -153,9 +134,3 @@ class HyenaOperator(ToeplitzOperator):
         both = positive if self.causal else torch.cat([kernel[1].flip(1), positive], dim=1)[:, 1:]  # or (D, 2L-1)
         both = both.to(device or own)
         return (fit_taps if self.causal else fit_lags)(both, length) if ends else both
-
-    def recurrence(self) -> FilterRecurrence:
-        if self.beyond != "error":
-            return super().recurrence()
-        require_causal(self)
-        return LimitedRecurrence(self, self.longest, self.refill_phase)
