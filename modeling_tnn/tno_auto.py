@@ -41,8 +41,11 @@ class TwoAxisOperator(ToeplitzOperator):
         raise ValueError("`spatial_dims` must be 1 for coefficients, got 2: `rows` and `columns` have coefficients")
 
     def matmul(self, v: torch.Tensor, kernels: tuple = (None, None)) -> torch.Tensor:
-        """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`."""
-        side = image_side(v.shape[1])
+        """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`; a ValueError for another number of tokens."""
+        side = math.isqrt(v.shape[1])
+        if side**2 != v.shape[1]:
+            got = f"a square with spatial_dims=2, got {v.shape[1]}"
+            raise ValueError(f"The number of tokens in a sequence must be {got}")
         image = v.unflatten(1, (side, side))  # (B, S, S, D)
         of_rows, of_columns = (LayerContext(kernel=kernel) for kernel in kernels)
 
@@ -61,14 +64,6 @@ COMBINATIONS = {
     "product": lambda rows, columns, image: 2 * columns(rows(image)),
     "sum": lambda rows, columns, image: rows(image) + columns(image),
 }
-
-
-def image_side(length: int) -> int:
-    """The side S of an image of `length` = S^2 tokens. Other lengths raise a ValueError."""
-    side = math.isqrt(length)
-    if side**2 != length:
-        raise ValueError(f"The number of tokens in a sequence must be a square with spatial_dims=2, got {length}")
-    return side
 
 
 OPERATORS.update(rpe=RpeOperator, explicit=ExplicitOperator, fd=FdOperator, ski=SkiOperator)
