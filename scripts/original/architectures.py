@@ -17,8 +17,15 @@ from modeling_tnn.modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequ
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
 from tnn_programs.original import evo2, hyenadna
-from tnn_programs.original.names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts
-from tnn_programs.original.options import check_stated, check_values
+from tnn_programs.original.names import (
+    HYENA_NAMES,
+    RENAMED,
+    S4_NAMES,
+    check_stated,
+    check_values,
+    layers_of,
+    refuse_other_parts,
+)
 
 HEADS = {
     "base": TnnModel,
@@ -84,10 +91,6 @@ HYENA_FIELDS = RTF_FIELDS | {
     "norm_position": "pre",
     "initializer": "normal",
 }
-
-
-def layers_of(tensors: dict[str, torch.Tensor]) -> int:
-    return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
 
 
 def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:

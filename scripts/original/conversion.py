@@ -187,15 +187,6 @@ def take_decay(tensors: dict, options: dict, num_layers: int) -> dict:
     return {"ski_decay" if operator_of(options) == "ski" else "decay": values[0]}
 
 
-def take_tie(tensors: dict) -> bool:
-    """Whether the output matrix is the input embedding. A copy of it is taken out of `tensors`."""
-    projection = tensors.get("lm_head.weight")
-    tied = projection is None or torch.equal(projection, tensors[EMBEDDING])
-    if tied:
-        tensors.pop("lm_head.weight", None)
-    return tied
-
-
 def arrange_operators(tensors: dict, config: TnnConfig, num_heads: int):
     """Rearrange the parameters of RTF and FD operators into their form here, in place."""
     for name in [name for name in tensors if name.endswith("tno.ab")]:
@@ -229,16 +220,13 @@ def name_in_model(name: str, head: str) -> str:
     return name if head == "base" or name.startswith(ALL_HEADS) else f"model.{name}"
 
 
-def parts_of(name: str, end: str, ours: tuple[str, ...]) -> list[str]:
-    return [name.removesuffix(end) + one for one in ours]
-
-
 def destinations(tensors: dict, official_names: dict, converted: dict, head: str) -> dict[str, str]:
     """For each official tensor its name in the model, or why it has none."""
     names, went = {official: name for name, official in official_names.items()}, {}
     for official in tensors:
         name = names.get(official, official)
-        parts = next((parts_of(name, end, ours) for end, ours in PARTS.items() if name.endswith(end)), [name])
+        found = ([name.removesuffix(end) + one for one in ours] for end, ours in PARTS.items() if name.endswith(end))
+        parts = next(found, [name])
         reason = next(why for pattern, why in LEFT_OUT.items() if re.search(pattern, name))
         became = ", ".join(name_in_model(part, head) for part in parts if part in converted)
         went[official] = became or f"left out: {reason}"
@@ -249,7 +237,10 @@ def build_config(tensors: dict, options: dict, built: Architecture, published_sk
     """The configuration of the weights and the options. It takes fixed decays and tied weights out of `tensors`."""
     found = built.sizes(tensors)
     fields = built.fields(options, found) | take_decay(tensors, options, found["num_hidden_layers"])
-    fields |= {"tie_word_embeddings": take_tie(tensors)}
+    projection = tensors.get("lm_head.weight")
+    fields["tie_word_embeddings"] = projection is None or torch.equal(projection, tensors[EMBEDDING])
+    if fields["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight", None)
     fields["ski_interpolation"] = "linear" if published_ski else "released"
     found.pop("gtu_dim")
     if (classes := tensors.get("classifier.out_proj.weight")) is not None:

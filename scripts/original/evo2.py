@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tnn_programs.original.options import check_stated, check_values
+from tnn_programs.original.names import check_stated, check_values, layers_of
 
 KINDS = {"hcs": "toeplitz", "hcm": "toeplitz", "hcl": "toeplitz", "attn": "full_attention"}
 NAMES = (
@@ -116,7 +116,7 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict:
     Raises:
         ValueError: there are no layers.
     """
-    count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    count = layers_of(tensors)
     if not count or "layers.0.glu.gate_proj.weight" not in tensors:
         raise ValueError(f"The checkpoint must hold the layers of StripedHyena 2, got {', '.join([*tensors][:4])}")
     (vocabulary, width), layers, modes, taps = tensors["embed_tokens.weight"].shape, {}, 1, 3

@@ -10,7 +10,7 @@ import re
 import torch
 
 from modeling_tnn.data.dna import SPECIAL, VOCABULARY
-from tnn_programs.original.names import HYENA_NAMES
+from tnn_programs.original.names import HYENA_NAMES, layers_of
 
 FILTER = "layers.0.mixer.tno."
 NAMES = (
@@ -59,7 +59,7 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict:
         "vocab_size": vocabulary,
         "hidden_size": width,
         "gtu_dim": width,
-        "num_hidden_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+        "num_hidden_layers": layers_of(tensors),
         "intermediate_size": len(tensors["layers.0.glu.up_proj.weight"]),
         "short_conv_kernel": tensors["layers.0.mixer.short.taps"].shape[1],
         "hyena_filter_length": length,

@@ -1,4 +1,4 @@
-"""Parameter names and layouts of the released implementations, and their counterparts here.
+"""Parameter names and layouts of the released implementations, their counterparts here, and checks of options.
 
     fairseq-evo    `decoder.` (causal language model) and `encoder.sentence_encoder.` (RoBERTa style)
     ski-tnn        the same names; FD and SKI operators
@@ -129,3 +129,22 @@ def refuse_other_parts(tensors: dict[str, torch.Tensor]):
     for name in tensors:
         if (option := next((option for part, option in REFUSED.items() if re.search(part, name)), None)) is not None:
             raise ValueError(f"The option {option} must be off for a conversion, got {name}")
+
+
+def layers_of(tensors: dict[str, torch.Tensor]) -> int:
+    """The number of layers of tensors in our names."""
+    return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+
+
+def check_values(options: dict, supported: dict, unused: tuple[str, ...] = ()):
+    """Refuse options that have another value than the `supported` one, by name."""
+    for name, allowed in supported.items():
+        if name in options and name not in unused and options[name] != allowed:
+            raise ValueError(f"{name} must be {allowed!r} for a conversion, got {options[name]!r}")
+
+
+def check_stated(options: dict, measured: dict):
+    """Refuse options that contradict what the weights say."""
+    for name, value in measured.items():
+        if options.get(name) is not None and options[name] != value:
+            raise ValueError(f"{name} must be {value!r}, as in the weights of the checkpoint, got {options[name]!r}")
