@@ -29,16 +29,14 @@ class LraArguments(ClassifierArguments):
     dataset_path: str | None = None
     max_length: int | None = option(None, "Most tokens. Longer texts are cut; ListOps has shorter samples.")
     pair_column: str | None = option(None, "Retrieval: column of --dataset_path by which passages are of one text.")
-    extra_test: str | None = option(None, "Another configuration of --dataset_path whose test split is evaluated too.")
 
     def __post_init__(self):
         super().__post_init__()
         check_counts(self, "max_length")
         if self.dataset_path is not None:
             check_path(self.dataset_path, "--dataset_path")
-        of_pairs, own_data = self.task == "retrieval", self.dataset_path is not None
-        require(self, "pair_column", self.pair_column is None or of_pairs, "given for retrieval alone")
-        require(self, "extra_test", self.extra_test is None or own_data, "given with --dataset_path")
+        alike = self.pair_column is None or self.task == "retrieval"
+        require(self, "pair_column", alike, "given for retrieval alone")
 
 
 @report_errors

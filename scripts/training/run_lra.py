@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from datasets import load_dataset
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -17,7 +16,7 @@ from modeling_tnn.tools import sequence_pairs
 from modeling_tnn.tools.poles import PoleCallback
 from tnn_programs.cli.parser import load_config, parse_overrides
 from tnn_programs.cli.task_arguments import ClassifierArguments
-from tnn_programs.data.lra import Task, encode_split, limit, load_task
+from tnn_programs.data.lra import Task, load_task
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.peers import modernbert_like
 from tnn_programs.training.trainer import accuracy, classifier_run, train_classifier
@@ -81,8 +80,5 @@ def run(args: ClassifierArguments, training: TrainingArguments):
             groups=args.groups(),
         )
         tests = {"validation": data["validation"], "test": data["test"]}
-        if args.extra_test is not None:
-            extra = load_dataset(args.dataset_path, args.extra_test, split="test")
-            tests[args.extra_test] = encode_split(task, limit(extra, args.max_eval_samples))
         labels = {name: rows["labels"] for name, rows in ({"train": data["train"]} | tests).items()}
         train_classifier(trainer, args, tests, labels, args.task, max_length=task.max_length, grey=grey)
