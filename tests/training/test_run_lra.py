@@ -21,7 +21,6 @@ from transformers import (
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.programs import parse
 from helpers.scripts import ROOT, read, run
-from modeling_tnn import TnnConfig
 from modeling_tnn.tools.sequence_pairs import ModernBertForSequencePairClassification, TnnForSequencePairClassification
 from tnn_programs.cli.declared import training_options
 from tnn_programs.data import lra, pathfinder
@@ -129,18 +128,11 @@ def test_groups_of_passages():
 
 
 def test_presets():
-    readme, known = (ROOT / "configuration" / "README.md").read_text(), {*TnnConfig().to_dict()}
     for folder in (ROOT / "configuration" / "lra").iterdir():
-        assert not set(json.loads((folder / "config.json").read_text())) - known - {*TnnConfig.__annotations__}
         config = AutoConfig.from_pretrained(folder)
         task = next(TASKS[name] for name in TASKS if folder.name.endswith(f"-{name}"))
         assert (config.vocab_size, config.num_labels) == (task.vocab_size, task.num_labels)
         assert config.max_position_embeddings == task.max_length
-        pairs = config.architectures == ["TnnForSequencePairClassification"]
-        build = TnnForSequencePairClassification if pairs else AutoModelForSequenceClassification.from_config
-        with torch.device("meta"):
-            count = build(config).num_parameters()
-        assert f"| `lra/{folder.name}` | {count:,} |" in readme
 
 
 TINY = "--config_overrides hidden_size=8,num_hidden_layers=1,intermediate_size=8,rpe_dim=4"
