@@ -20,7 +20,7 @@ from helpers import processes
 from helpers.models import slow
 from helpers.scripts import program, run, save_model, write_config, write_text
 from tnn_programs import presets
-from tnn_programs.cli.commands import COMMANDS, next_steps
+from tnn_programs.cli.commands import COMMANDS
 from tnn_programs.cli.model_path import check_model_path, find_config, find_recipe, load, try_hub
 from tnn_programs.cli.training_arguments import read_presets
 
@@ -190,13 +190,6 @@ def test_the_commands_of_tnn():
     assert run("tnn", "--version").stdout.startswith("modeling-tnn ")
     ended = run("tnn", "pretrian", check=False)
     assert ended.returncode == 2 and "pretrian is no command of tnn; did you mean pretrain?" in ended.stderr
-
-
-def test_kernels_are_drawn_of_a_tnn_alone(tmp_path):
-    for model_type, drawn in (("tnn", True), ("modernbert", False)):
-        (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-        for kind in ("causal", "masked", "classifier"):
-            assert ("plot-kernels" in next_steps(str(tmp_path), kind)) is drawn
 
 
 def test_presets_are_listed():

@@ -145,17 +145,6 @@ def test_refused():
     assert relative_error(model.to_recurrent(order=64)[0](ids).logits, model(ids).logits) < 1e-3
 
 
-def test_adapters_are_refused_and_merged_ones_are_kept():
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(lively_language_model(), lora).eval()
-    with pytest.raises(ValueError, match=r"plain tensors .*merge_and_unload"):
-        model.to_recurrent(order=8)
-    merged = model.merge_and_unload()
-    ids = torch.arange(40)[None]
-    assert relative_error(merged.to_recurrent(order=64)[0](ids).logits, merged(ids).logits) < 1e-2
-
-
 def test_offloaded_and_quantized_weights_are_refused(tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig

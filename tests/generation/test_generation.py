@@ -6,15 +6,12 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload
-from datasets import Dataset
 from transformers import DynamicCache
 from transformers.generation import stopping_criteria
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.caches import MODELS, CacheTests, generate, model_of, text_of
 from helpers.models import checkpoint_activations, lively_language_model, relative_error
-from helpers.scripts import SENTENCES
-from modeling_tnn.data.text import train_tokenizer
 
 PROMPT = torch.arange(14).view(2, 7) * 5 + 3
 
@@ -100,17 +97,6 @@ def test_offloaded_weights(tno_type, implementation):
     expected = model.generate(PROMPT, **options)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(model.generate(PROMPT, cache_implementation=implementation, **options), expected)
-
-
-def test_stop_strings():
-    """transformers hands the tokenizer that they need on to every pass of the model."""
-    tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
-    model, prompt = language_model("rpe", vocab_size=300), tokenizer("The quick", return_tensors="pt").input_ids
-    options = {"max_new_tokens": 15, "do_sample": False}
-    whole = model.generate(prompt, **options)
-    text = tokenizer.decode(whole[0, prompt.shape[1] + 4])
-    stopped = model.generate(prompt, stop_strings=[text], tokenizer=tokenizer, **options)
-    assert stopped.shape[1] <= prompt.shape[1] + 5 and torch.equal(stopped, whole[:, : stopped.shape[1]])
 
 
 class TestEveryModel(CacheTests):

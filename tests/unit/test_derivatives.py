@@ -3,8 +3,6 @@
 Compared in float64. `helpers/products.py` has those of the product.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -24,10 +22,7 @@ from helpers.models import (
 from helpers.products import assert_close, mask_of
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_rtf import RationalTaps
-from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
-from modeling_tnn.toeplitz import causal_toeplitz_matmul
-from modeling_tnn.toeplitz_fused import Gate, activated_product
+from modeling_tnn.toeplitz_fused import Gate
 
 WAYS = ("fused", "eager")
 OPERATORS = [(name, causal, {}) for causal in (True, False) for name in (CAUSAL if causal else BIDIRECTIONAL)]
@@ -136,27 +131,3 @@ def test_gradient_penalty_of_a_model(operator):
         for actual, expected, again in zip(*found, strict=True):
             assert relative_error(actual, expected, scale=largest) < 1e-9
             assert relative_error(again, expected, scale=largest) < 1e-9
-
-
-def gated(product, v, kernel, u):
-    return causal_toeplitz_matmul(v, kernel, product, Gate(u, silu))
-
-
-def test_batched_backward():
-    """Many vectors at once through a graph that the fast functions have made."""
-    grid = InducingGrid(7, 3, 6)
-    cases = [
-        (partial(gated, "fused"), [random(1, 5, 2), random(2, 3), random(1, 5, 2)]),
-        (lambda a, b: activated_product(a, b, silu, "fused"), [random(2, 3), random(2, 3)]),
-        (lambda *x: RationalTaps.apply(*x, 8, 7, torch.float64), [random(2, 3), random(4, 3), random(4)]),
-        (lambda x: Restrict.apply(x, grid), [random(2, 7)]),
-        (lambda z, x: Prolong.apply(z, x, grid), [random(2, 4), random(2, 7)]),
-    ]
-    for function, inputs in cases:
-        y = function(*inputs)
-        vectors = torch.stack([y.detach().sin(), y.detach().cos()])
-        singly = [torch.autograd.grad(y, inputs, vector, retain_graph=True) for vector in vectors]
-        for create_graph in (False, True):
-            options = {"is_grads_batched": True, "retain_graph": True, "create_graph": create_graph}
-            batched = torch.autograd.grad(y, inputs, vectors, **options)
-            assert_close(batched, [torch.stack(parts) for parts in zip(*singly, strict=True)], 1e-12)

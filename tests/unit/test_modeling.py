@@ -71,20 +71,6 @@ def test_resize_token_embeddings(tied):
         model(torch.tensor([[119]]))
 
 
-def test_training_under_autocast(variant):
-    """Of every operator, in half precision too; of every norm."""
-    norms = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm") if variant == ("rpe", True) else ()
-    for norm in (None, *norms):
-        fields = {"norm_type": norm, "gtu_norm": True} if norm else {}
-        model = language_model(variant, **fields)
-        exact = model(**batch()).logits
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model.train()(**batch(), labels=labels()).loss
-        loss.backward()
-        assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
-        assert relative_error(model.eval().bfloat16()(**batch()).logits, exact) < 0.05, norm
-
-
 @pytest.mark.parametrize(
     "initializer, deviation", [("torch", 32**-0.5), ("normal", 0.05), ("small_embeddings", 32**-0.75)]
 )
@@ -131,21 +117,6 @@ def test_generation_after_any_padding(fields):
         output = model.generate(PROMPT, **{"attention_mask": MASKS} | options | way)
         assert torch.equal(output.sequences, cached.sequences), way
         assert relative_error(torch.stack(output.logits), torch.stack(cached.logits)) < 1e-6, way
-
-
-@pytest.mark.parametrize("fields", [{}, HYBRIDS["attention"]], ids=["toeplitz", "attention"])
-def test_other_ways_to_generate_after_any_padding(fields):
-    """The decoding methods that take one row: a draft of a model or of the prompt, and a text that is continued."""
-    model = lively_language_model(**fields)
-    for row in (0, 4):
-        ids, mask = PROMPT[row : row + 1], MASKS[row : row + 1]
-        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
-        expected = model.generate(ids, **options)
-        for way in ({"assistant_model": lively_language_model(tno_type="rtf")}, {"prompt_lookup_num_tokens": 3}):
-            assert torch.equal(model.generate(ids, **options, **way), expected)
-        first = model.generate(ids, **options | {"max_new_tokens": 5, "return_dict_in_generate": True})
-        options |= {"attention_mask": torch.nn.functional.pad(mask, (0, 5), value=1), "max_new_tokens": 7}
-        assert torch.equal(model.generate(first.sequences, past_key_values=first.past_key_values, **options), expected)
 
 
 def test_a_mask_for_all_rows():

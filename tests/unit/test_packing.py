@@ -27,26 +27,6 @@ def flattened(lengths=LENGTHS, **options) -> dict[str, torch.Tensor]:
     return collator([{"input_ids": text.tolist()} for text in texts(lengths)])
 
 
-@pytest.mark.parametrize("tno_type, causal", [("rpe", True), ("ski", False)])
-def test_packed_is_one_by_one(tno_type, causal):
-    """Hidden states of all layers; outputs depend on all embeddings of their document and on no other."""
-    model = seeded(HEADS[causal], tiny_config(tno_type, causal, norm_position="pre" if causal else "post"))
-    batch = flattened(return_seq_idx=causal, return_flash_attn_kwargs=causal)
-    packed = model(**batch, output_hidden_states=True)
-    alone = [model(text[None], output_hidden_states=True) for text in texts()]
-    assert relative_error(packed.logits, torch.cat([a.logits for a in alone], dim=1)) < 5e-6
-    for layer, hidden in enumerate(packed.hidden_states):
-        assert relative_error(hidden, torch.cat([a.hidden_states[layer] for a in alone], dim=1)) < 5e-6
-    assert relative_error(model(batch["input_ids"]).logits, packed.logits) > 1e-3, "the test sees no leak"
-    embeds = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
-    (logits,) = model(inputs_embeds=embeds, position_ids=batch["position_ids"], use_cache=False, return_dict=False)
-    document = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    for index in range(len(LENGTHS)):
-        own = document == index
-        (gradient,) = torch.autograd.grad(logits[0, own].square().sum(), embeds, retain_graph=True)
-        assert gradient[0, ~own].abs().max() == 0 < gradient[0, own].abs().amax(dim=1).min()
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_parameters(causal):
     """The gradients of the loss on packed rows are those on the padded batch, with checkpointed activations too."""
