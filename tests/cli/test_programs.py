@@ -18,10 +18,9 @@ from datasets import ClassLabel, Dataset, Features, Image
 from PIL.Image import fromarray
 from transformers import AutoModelForImageClassification
 
-from helpers import processes
 from helpers.glue import rows, save_encoder
 from helpers.programs import OF_TRAINER, ProgramTests, TrainingTests, options_of, parse, unlike
-from helpers.scripts import ROOT, program, run, run_script, wait_until, words, write_config, write_text
+from helpers.scripts import ROOT, run, run_script, words, write_config, write_text
 from tnn_programs.cli import threads
 from tnn_programs.cli.commands import COMMANDS
 from tnn_programs.cli.declared import training_options
@@ -474,18 +473,6 @@ def test_ctrl_c_in_a_destructor(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert left.value.code == 130
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_long_computation(inputs):
-    long = f"--model_name_or_path {inputs}/tnn --prompt The --max_new_tokens 100000 --eos_token_id null"
-    with processes.Process(program("generate", long)) as process:
-        wait_until(lambda: "100%" in process.output()[1], process)  # the weights are loaded
-        time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in errors and "Ctrl-C" not in errors
 
 
 def test_a_run_that_is_not_finished_is_resumed_or_replaced(tmp_path):

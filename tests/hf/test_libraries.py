@@ -1,4 +1,4 @@
-"""What Trainer promises of every model; MTEB and sentence-transformers, TRL, and the examples for chats and PEFT."""
+"""MTEB and sentence-transformers, TRL, zero-shot pipelines, and the examples for chats and PEFT."""
 
 import re
 
@@ -250,41 +250,6 @@ def test_chats(tmp_path):
 
 def test_matrix_of_the_page():
     heads.check()
-
-
-def trained(folder, checkpoint: str | None = None, **options) -> Trainer:
-    """Eight steps of a classifier, in the order of the rows, without files unless asked otherwise."""
-    defaults = {"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 0.1, "optim": "sgd", "seed": 3}
-    defaults |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
-    arguments = TrainingArguments(folder, **defaults | {"train_sampling_strategy": "sequential"} | options)
-    mask, ids = (torch.arange(12) < torch.tensor([[12], [11]])).long(), torch.arange(192).view(16, 12) * 5 % 97 + 2
-    rows = [{"input_ids": ids[i], "attention_mask": mask[i % 2], "labels": i % 3} for i in range(16)]
-    model = seeded(TnnForSequenceClassification, tiny_config("rtf", num_labels=3, hidden_dropout_prob=0.0))
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:5])
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return trainer
-
-
-def distance(one, other) -> float:
-    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
-    return max((a - b).detach().abs().max().item() for a, b in pairs)
-
-
-def test_every_way_of_training(tmp_path):
-    """In parts of a batch, resumed, with NEFTune, and with the best model at the end, where the last one is worse."""
-    usual = trained(tmp_path)
-    assert distance(usual, trained(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)) < 1e-5
-    saving = {"optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 4}
-    whole, resumed = trained(tmp_path, **saving), trained(tmp_path, f"{tmp_path}/checkpoint-4", **saving)
-    assert distance(resumed, whole) < 1e-6 < 1e-3 < distance(whole, usual)
-    noisy = trained(tmp_path, neftune_noise_alpha=5.0)
-    assert distance(noisy, usual) > 1e-5 and not noisy.model.get_input_embeddings()._forward_hooks
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "bf16": True}
-    options |= {"learning_rate": 10.0, "lr_scheduler_type": "constant"}
-    trainer = trained(tmp_path, load_best_model_at_end=True, **options)
-    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert len(losses) == 4 and trainer.state.best_metric == min(losses) < losses[-1]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-3)
 
 
 def test_zero_shot_classification():

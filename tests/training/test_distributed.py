@@ -14,7 +14,6 @@ from accelerate.utils import DistributedType
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from helpers import scripts
-from helpers.glue import glue_options
 from helpers.hybrids import HYBRIDS
 from helpers.models import tiny_config
 from helpers.scripts import (
@@ -108,21 +107,6 @@ def test_two_processes_of_trainer_are_one(program, tmp_path):
         assert two["settings"]["batch_size"] == one["settings"]["batch_size"] == 4
         figure = "perplexity" if program == "run_ablation" else "error"
         assert two["rows"][0][figure] == pytest.approx(one["rows"][0][figure], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_two_processes_fine_tune(encoder, glue, tmp_path):
-    """On a task, with the predictions for its test rows."""
-    options = [f"--task_name sst2 --dataset_path {glue} --do_predict --use_cpu --max_steps 4 --adam_epsilon 1e-4",
-               "--config_overrides hidden_dropout_prob=0,classifier_dropout=0"]  # fmt: skip
-    run_script("finetune_glue", *glue_options(encoder, tmp_path / "one"), *options)
-    two = glue_options(encoder, tmp_path / "two")
-    run_ranks("finetune_glue", *two, *options, "--per_device_train_batch_size 8")
-    one, two = read(tmp_path / "one"), read(tmp_path / "two")
-    assert (two["eval_samples"], two["eval_accuracy"]) == (60, pytest.approx(one["eval_accuracy"]))
-    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=2e-5)
-    predicted = [(tmp_path / name / "predict_results_sst2.txt").read_text() for name in ("one", "two")]
-    assert predicted[0] == predicted[1] and len(predicted[0].splitlines()) == 21
 
 
 def write_options(folder, **fields) -> list:

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, Trainer, TrainingArguments
 
 from helpers.hybrids import HYBRIDS
-from helpers.models import CAUSAL, RandomTexts, lively_language_model, relative_error, seeded, tiny_config
+from helpers.models import CAUSAL, lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
 LANGUAGE_MODELS = {True: TnnForCausalLM, False: TnnForMaskedLM}
@@ -119,6 +119,21 @@ def test_generation_after_any_padding(fields):
         assert relative_error(torch.stack(output.logits), torch.stack(cached.logits)) < 1e-6, way
 
 
+@pytest.mark.parametrize("fields", [{}, HYBRIDS["attention"]], ids=["toeplitz", "attention"])
+def test_other_ways_to_generate_after_any_padding(fields):
+    """The decoding methods that take one row: a draft of a model or of the prompt, and a text that is continued."""
+    model = lively_language_model(**fields)
+    for row in (0, 4):
+        ids, mask = PROMPT[row : row + 1], MASKS[row : row + 1]
+        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
+        expected = model.generate(ids, **options)
+        for way in ({"assistant_model": lively_language_model(tno_type="rtf")}, {"prompt_lookup_num_tokens": 3}):
+            assert torch.equal(model.generate(ids, **options, **way), expected)
+        first = model.generate(ids, **options | {"max_new_tokens": 5, "return_dict_in_generate": True})
+        options |= {"attention_mask": torch.nn.functional.pad(mask, (0, 5), value=1), "max_new_tokens": 7}
+        assert torch.equal(model.generate(first.sequences, past_key_values=first.past_key_values, **options), expected)
+
+
 def test_a_mask_for_all_rows():
     mask = MASKS[4:5]
     for head, causal in ((TnnForCausalLM, True), (TnnForMaskedLM, False), (TnnForSequenceClassification, False)):
@@ -206,19 +221,3 @@ def test_generation(deterministic):
             model = seeded(TnnForCausalLM, tiny_config(tno_type, eos_token_id=None))
             texts.append(model.generate(torch.arange(2, 9)[None], max_new_tokens=20, do_sample=True, num_beams=2))
         assert torch.equal(*texts), tno_type
-
-
-def test_training(tmp_path):
-    """Trainer with `full_determinism`, dropout included."""
-    runs = []
-    for run in range(2):
-        args = TrainingArguments(
-            str(tmp_path / str(run)), max_steps=3, use_cpu=True, report_to="none", seed=5, full_determinism=True,
-            disable_tqdm=True, save_strategy="no",
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = TnnForMaskedLM(tiny_config("ski", False))
-        Trainer(model=model, args=args, train_dataset=RandomTexts()).train()
-        runs.append(model.state_dict())
-    torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
