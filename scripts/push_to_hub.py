@@ -3,12 +3,17 @@
 The model is loaded and saved again. So the published model is complete, is in safetensors with shards of limited size,
 and carries the code of this package. The upload is a single commit, so an interrupted push publishes nothing.
 
+No number in the card is typed by hand. The figures of the training, training_args.json and metrics.json, are read from
+the folder of the model; --evaluation, --glue, --decoding, --conversion and --kernels name results of other programs.
+What was not measured is left out. The card of a --dry_run says that the model is not on the Hub yet.
+
 Example:
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --private
     python scripts/push_to_hub.py outputs/wikitext --repo_id user/tnn-wikitext --evaluation outputs/lengths.json \\
         --kernels outputs/kernels --card_dir model_cards/tnn-wikitext
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --space
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --output_dir outputs/to-push
+    python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --card_dir model_cards/tnn-demo
     python scripts/push_to_hub.py outputs --cards model_cards
 """
 
@@ -33,6 +38,7 @@ def main():
         check_model_path(args.folder, "folder")
     elif args.space:
         parser.error("--space must be given with --repo_id, got it with --cards")
+    args.published = not args.dry_run
     with importing("scripts"):
         from tnn_programs.training.publishing import rehearse, run
     if args.dry_run:

@@ -65,7 +65,6 @@ GUIDES = {
     "to-recurrent": ("Convert", "../guides/convert.md"),
     "convert": ("Convert", "../guides/convert.md#checkpoints-of-the-released-implementations"),
     "push": ("Publish and load", "../guides/publish.md"),
-    "card": ("Publish and load", "../guides/publish.md"),
     "images": ("Images", "../guides/images.md"),
     "lra": ("Tasks of the papers", "../research/tasks.md"),
     "synthetic": ("Tasks of the papers", "../research/tasks.md#synthetic-tasks"),

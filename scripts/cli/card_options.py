@@ -1,4 +1,4 @@
-"""The options for the card of a model, which `model_card.py` and `push_to_hub.py` have."""
+"""The options of `push_to_hub.py`, with which trainings publish as well."""
 
 import argparse
 from pathlib import Path
@@ -6,10 +6,11 @@ from pathlib import Path
 from tnn_programs.cli.parser import ProgramParser
 
 
-def add_arguments(parser: argparse.ArgumentParser, repo_id_required: bool = True):
-    """Add the options for a card, which `push_to_hub.py` has as well."""
+def build_publishing_parser(description: str = "") -> argparse.ArgumentParser:
+    """The parser of these options."""
+    parser = ProgramParser(description=description)
     parser.add_argument("folder", type=Path, help="Saved model, with the metrics.json of its training.")
-    parser.add_argument("--repo_id", required=repo_id_required)
+    parser.add_argument("--repo_id", help="Name of the repository: USER/NAME.")
     parser.add_argument("--description", default="", help="One or two sentences for the top of the card.")
     parser.add_argument("--data", default="", help="Training data; from training_args.json unless given.")
     parser.add_argument("--dataset_id", default="", help="Hub id of the data; from training_args.json unless given.")
@@ -20,13 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser, repo_id_required: bool = True
     parser.add_argument("--decoding", type=Path, help="JSON file of generate.py: speed.")
     parser.add_argument("--conversion", type=Path, help="JSON file of to_recurrent.py; from the folder unless given.")
     parser.add_argument("--kernels", type=Path, help="Output folder of plot_kernels.py.")
-    parser.set_defaults(published=False)
-
-
-def build_publishing_parser(description: str = "") -> argparse.ArgumentParser:
-    """The parser of `push_to_hub.py`, with whose options trainings publish as well."""
-    parser = ProgramParser(description=description)
-    add_arguments(parser, repo_id_required=False)
     parser.set_defaults(published=True)
     parser.add_argument("--cards", type=Path, help="A folder of finished cards, each published with FOLDER/NAME.")
     parser.add_argument("--private", action="store_true", help="Make a new repository private.")

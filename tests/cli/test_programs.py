@@ -353,15 +353,10 @@ class TestApi(TestChat):
     refused = TestChat.refused | {"--port 99999": r"--port must be in \[0, 65535\], got 99999"}
 
 
-class TestCard(ProgramTests):
-    command = "card"
-    needed = "tnn --repo_id user/name --output_dir tnn"
-    refused = {"": "folder of the card must not be that of a model"}
-
-
-class TestPush(TestCard):
+class TestPush(ProgramTests):
     command = "push"
     needed = "tnn --repo_id user/name --card_dir tnn"
+    refused = {"": "folder of the card must not be that of a model"}
 
 
 class TestConvert(ProgramTests):

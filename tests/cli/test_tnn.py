@@ -76,7 +76,6 @@ WRONG = {
     "chat": "--model_name_or_path outputs/none",
     "serve": "--model_name_or_path outputs/none",
     "api": "--model_name_or_path outputs/none",
-    "card": "outputs/none --repo_id a/b --output_dir out",
     "push": "outputs/none --repo_id a/b",
     "plot-kernels": "--model_name_or_path outputs/none --output_dir out",
     "to-recurrent": "--model_name_or_path outputs/none --output_dir out",
@@ -143,13 +142,12 @@ def test_a_name_of_the_hub_without_a_network(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_without_extras(tmp_path):
-    """generate, chat, card and push need none; the others name theirs; the demo needs none of the server."""
+    """generate, chat and push need none; the others name theirs; the demo needs none of the server."""
     needed = {"plan": "training", "synthetic": "training", "api": "api", "demo": "demo", "serve": "scripts,space"}
     options = {"synthetic": ["--recipe", "synthetic/small-copying"]}
     options |= dict.fromkeys(("api", "serve"), ["--model_name_or_path", "a/b"])
     model = ["--model_name_or_path", str(save_model(tmp_path, tno_type="rpe"))]
     lines = [["chat", *model], ["generate", *model, "--prompt", "The", "--max_new_tokens", "1"]]
-    lines.append(["card", model[1], "--repo_id", "a/b", "--output_dir", str(tmp_path / "card")])
     lines.append(["push", model[1], "--repo_id", "a/b", "--dry_run"])
     done = python(WITHOUT_EXTRAS, lines + [[command, *options.get(command, [])] for command in needed])
     assert done.returncode == 0 and "1 tokens in" in done.stdout, done.stderr

@@ -191,7 +191,8 @@ def test_models_of_finished_cards(hub, tmp_path, capsys):
     for name, perplexity in {"a": 12.375, "b": 20.5}.items():
         folder = save_model(models / name, tno_type="rpe", decay=0.9)
         (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity, "steps": 60, "machine": "here"}))
-        run_script("model_card", folder, "--repo_id", f"user/{name}", "--output_dir", cards / name)
+        run_script("push_to_hub", folder, f"--repo_id user/{name} --dry_run --card_dir", cards / name)
+    capsys.readouterr()
     command = ["push_to_hub", models, "--cards", cards]
     run_script(*command, "--dry_run")
     assert re.findall(r"would publish the model (\S+)", capsys.readouterr().out) == ["user/a", "user/b"]

@@ -81,7 +81,7 @@ PROGRAMS = {
     "chat": ["--max_new_tokens", 2],
     "evaluate_lm": ["--lengths", 16, "--max_tokens", 40],
     "plan": ["--lengths", 16, "--engines", "ddp"],
-    "model_card": ["--repo_id", "user/name"],
+    "push_to_hub": ["--repo_id", "user/name", "--dry_run"],
     "served": None,
 }
 
@@ -92,12 +92,11 @@ def run_on(program: str, folder):
     shutil.rmtree(output, ignore_errors=True)
     if program == "served":
         return report_errors(lambda: load_served(str(folder), "auto", "cpu"))()
-    name = {"plan": ["--config_name"], "model_card": []}.get(program, ["--model_name_or_path"])
+    name = {"plan": ["--config_name"], "push_to_hub": []}.get(program, ["--model_name_or_path"])
     options = [*name, folder, *PROGRAMS[program]]
     if program == "evaluate_lm":
-        options += ["--validation_file", write_text(folder.with_name("text.txt"), copies=10)]
-    if program in ("evaluate_lm", "model_card"):
-        options += ["--output_dir", output]
+        text = write_text(folder.with_name("text.txt"), copies=10)
+        options += ["--validation_file", text, "--output_dir", output]
     return run_script(program, *options)
 
 
@@ -138,7 +137,7 @@ NAMED = [
     ("generate", "config.json", "[]"),
     ("evaluate_lm", "config.json", "null"),
     ("plan", "config.json", "5"),
-    ("model_card", "config.json", "true"),
+    ("push_to_hub", "config.json", "true"),
     ("served", "config.json", DEEP),
     ("chat", "config.json", TWICE),
     ("chat", "generation_config.json", '{"temperature": "hot", "do_sample": true}'),

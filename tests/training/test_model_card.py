@@ -127,7 +127,7 @@ def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tnn_programs.data.corpus._demo_file", lambda: str(tmp_path / "kjv.jsonl"))
     write_config(tmp_path / "config")
     run_script("pretrain", "--config_name", tmp_path / "config", "--output_dir", tmp_path / "out", "--max_steps", 1)
-    run_script("model_card", tmp_path / "out", "--repo_id", "user/demo", "--output_dir", tmp_path / "card")
+    run_script("push_to_hub", tmp_path / "out", "--repo_id user/demo --dry_run --card_dir", tmp_path / "card")
     found = ModelCard.load(tmp_path / "card" / "README.md")
     assert "Data: the King James Bible." in found.text and found.data.datasets is None
     assert found.data.language == "en" and found.data.license is None
