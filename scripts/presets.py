@@ -9,11 +9,11 @@ Example:
     python scripts/presets.py lra/small-text
 """
 
-import json
 import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tnn_programs.cli.errors import report_errors
 
@@ -48,16 +48,11 @@ def cells(preset: PresetTraining) -> tuple[str, ...]:
     return preset.name, preset.kind, f"{preset.parameters:,}", rate, origin, minutes, preset.recipe or ""
 
 
-def read_recipe(name: str) -> dict:
-    """The options of a recipe."""
-    return yaml.safe_load(recipe_files()[name].read_text(encoding="utf-8"))
-
-
 def about(name: str) -> str:
     """The comment at the beginning of a recipe, or its task and preset."""
     text = recipe_files()[name].read_text(encoding="utf-8")
     comment = " ".join(line[1:].strip() for line in re.match(r"(#[^\n]*\n)*", text)[0].splitlines())
-    options = read_recipe(name)
+    options = yaml.safe_load(text)
     return comment or f"The task {options['task']} with the preset `{options['config_name']}`."
 
 
@@ -70,19 +65,11 @@ def command_of(preset: PresetTraining) -> str:
     """The command that trains a preset, by its recipe if it has one. No command trains one for signals."""
     if preset.kind == "signals":
         return "transformers' Trainer, as docs/guides/signals.md shows"
-    options = {} if preset.recipe is None else read_recipe(preset.recipe)
-    program, short = TRAINERS.get(preset.kind, "pretrain"), preset.name.rpartition("/")[2]
-    words = ["tnn", program]
-    for word, needed in (
-        (f"--recipe {preset.recipe}", preset.recipe),
-        (f"--config_name {short}", options.get("config_name") != short),
-        (f"--learning_rate {preset.learning_rate}", options and preset.learning_rate != options.get("learning_rate")),
-        ("--objective mlm", preset.kind == "masked" and not options),
-        ("--train_file my.txt", program == "pretrain" and "dataset_name" not in options),
-        ("--task TASK", program == "lra" and "task" not in options),
-    ):
-        words += [word] if needed else []
-    return " ".join([*words, f"--output_dir outputs/{short}"])
+    short, needed = preset.name.rpartition("/")[2], {"masked": {"objective": "mlm"}, "classifier": {"task": "TASK"}}
+    options = {"recipe": preset.recipe} if preset.recipe else needed.get(preset.kind, {})
+    options |= {"config_name": short, "learning_rate": preset.learning_rate, "output_dir": f"outputs/{short}"}
+    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    return " ".join(["tnn", TRAINERS.get(preset.kind, "pretrain"), *words])
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Iterator[str]:
@@ -110,30 +97,24 @@ def listing() -> Iterator[str]:
 
 
 def describe_preset(preset: PresetTraining) -> Iterator[str]:
-    """Lines on a preset: its file, its training and its fields."""
-    file = configuration_folder() / preset.name / "config.json"
+    """Lines on a preset: its training and its file."""
     yield f"preset {preset.name}: {preset.kind}, {preset.parameters:,} parameters"
-    yield f"  configuration  {file}"
     if preset.learning_rate is not None:
         yield f"  learning rate  {preset.learning_rate:g} ({preset.source}), schedule {preset.lr_scheduler_type}"
-    if preset.minutes is not None:
-        yield f"  minutes        {preset.minutes:g} on one core of a CPU"
     yield f"  train it       {command_of(preset)}"
-    yield f'  in Python      modeling_tnn.load_preset("{preset.name}")'
-    yield from fields("fields", json.loads(file.read_text(encoding="utf-8")))
+    yield from contents(configuration_folder() / preset.name / "config.json")
 
 
 def describe_recipe(name: str) -> Iterator[str]:
-    """Lines on a recipe: its file, its command and its options."""
+    """Lines on a recipe: its command and its file."""
     yield f"recipe {name}: {about(name)}"
-    yield f"  file           {recipe_files()[name]}"
     yield f"  train by it    tnn {trainer_of(name)} --recipe {name} --output_dir outputs/{name.rpartition('/')[2]}"
-    yield from fields("options", read_recipe(name))
+    yield from contents(recipe_files()[name])
 
 
-def fields(title: str, values: dict) -> Iterator[str]:
-    yield f"  {title}"
-    yield from (f"    {name}: {json.dumps(value)}" for name, value in values.items())
+def contents(file: Path) -> Iterator[str]:
+    yield f"  {file}"
+    yield textwrap.indent(file.read_text(encoding="utf-8").rstrip(), "    ")
 
 
 def description(name: str) -> Iterator[str]:

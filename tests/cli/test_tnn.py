@@ -203,7 +203,7 @@ def test_a_preset_and_a_recipe_are_shown():
         shown = run("presets", name.rpartition("/")[2]).stdout
         assert f"preset {name}: {preset.kind}, {preset.parameters:,} parameters" in shown
         fields = json.loads((Path(find_config(name)) / "config.json").read_text())
-        assert all(f"    {field}: " in shown for field in fields)
+        assert all(f'"{field}": ' in shown for field in fields)
         command = re.search(r"train it +(.*)", shown)[1]
         if preset.kind == "signals":
             assert "docs/guides/signals.md" in command and Path("docs/guides/signals.md").is_file()
@@ -215,7 +215,7 @@ def test_a_preset_and_a_recipe_are_shown():
         assert find_config(given.get("--config_name") or recipe["config_name"]) == find_config(name)
         assert float(given.get("--learning_rate") or recipe.get("learning_rate", 0)) == (preset.learning_rate or 0)
     shown = run("presets", "wikitext2").stdout
-    assert "train by it    tnn pretrain --recipe wikitext2" in shown and '    config_name: "tnn-tiny"' in shown
+    assert "train by it    tnn pretrain --recipe wikitext2" in shown and "    config_name: tnn-tiny" in shown
 
 
 # Of datasets, transformers and tqdm, as of our own training loop.
