@@ -1,4 +1,4 @@
-"""Draw the kernels of every layer of a trained model: PNG files and one self-contained HTML page.
+"""Draw the kernels of every layer of a trained model: PNG files, and an HTML page beside them.
 
 The page has an overview of all layers and, for each layer, its Toeplitz matrices, coefficients by lag, frequency
 response, horizon (the distance within which 90% of the weight is) and the poles of a recurrence. The numbers are in
@@ -11,7 +11,6 @@ Example:
 """
 
 import argparse
-import base64
 import html
 import sys
 from pathlib import Path
@@ -22,9 +21,6 @@ from tnn_programs.cli.atomic import claim, saving_errors, write_json, write_text
 from tnn_programs.cli.model_path import check_model_path
 from tnn_programs.cli.parser import ProgramParser
 
-STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
-img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
-td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; }"""
 # Figures of a layer -> title and format of their column.
 COLUMNS = {
     "channels": ("channels", "{:.0f}"),
@@ -59,22 +55,17 @@ def page(title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]
 
     head = ("layer", *(name for name, _ in COLUMNS.values()))
     table = tabulate(list(map(cells, rows)), head, "html", disable_numparse=True)
-    sections = "".join(f"<h2>{html.escape(name)}</h2>{''.join(map(embed, files))}" for name, files in pictures.items())
+    sections = ""
+    for name, files in pictures.items():
+        sections += f"<h2>{name}</h2>" + "".join(f'<img alt="{file.stem}" src="{file.name}">' for file in files)
     title, note = html.escape(title), html.escape(note)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"</head><body><h1>{title}</h1><p>{note}</p>{table}{sections}</body></html>\n"
-    )
+    head = f'<meta charset="utf-8"><title>{title}</title>'
+    return f"<!DOCTYPE html>\n{head}<h1>{title}</h1><p>{note}</p>{table}{sections}\n"
 
 
 def cells(row: dict) -> list[str]:
     shown = {key: "" if row[key] is None else form.format(row[key]) for key, (_, form) in COLUMNS.items()}
     return [row["label"], *(BOUND * (key in row["lower_bounds"]) + text for key, text in shown.items())]
-
-
-def embed(file: Path) -> str:
-    data = base64.b64encode(file.read_bytes()).decode()
-    return f'<img alt="{html.escape(file.stem)}" src="data:image/png;base64,{data}">'
 
 
 def describe(config, length: int, rows: list[dict]) -> str:
