@@ -59,7 +59,6 @@ class GlueArguments(GroupArguments):
     sweep_seeds: list[int] = option([0, 1, 2], "Seeds of the sweep.")
     trust_remote_code: bool = False
     overwrite_output_dir: bool = False
-    dry_run: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,8 +91,6 @@ class GlueArguments(GroupArguments):
                 raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
         counts = ("max_train_samples", "max_eval_samples", "max_predict_samples", "early_stopping_patience")
         check_counts(self, *counts, "max_seq_length")
-        if self.dry_run and len(tasks := self.task_name or self.dataset_config_name) > 1:
-            raise ValueError(f"--dry_run must be given with one task, got {', '.join(tasks)}")
 
     @property
     def sentence_keys(self) -> tuple[str, ...]:

@@ -32,7 +32,6 @@ class ClassifierArguments(GroupArguments):
     max_eval_samples: int | None = None
     transformer: bool = False
     overwrite_output_dir: bool = False
-    dry_run: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,7 +57,6 @@ class ComparisonArguments(GroupArguments):
     seeds_at_best: bool = option(False, "Train with all but the first of the seeds at the best learning rate alone.")
     contexts: list[int] = option([])
     max_pole_radius: float | None = None
-    dry_run: bool = False
 
     def __post_init__(self):
         super().__post_init__()

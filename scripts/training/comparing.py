@@ -25,14 +25,13 @@ from tnn_programs.benchmarks import measure, models
 from tnn_programs.cli.atomic import read_json, saving_errors, write_json, write_text
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.cli.task_arguments import ComparisonArguments
-from tnn_programs.training.costs import dry_run
 from tnn_programs.training.grouping_trainer import GroupingTrainer, rows_of_a_step
 from tnn_programs.training.trainer import output_folder, refuse
 
 logger = logging.getLogger("comparison")
 # Options that say nothing of a single run, or are told of it apart.
 OF_ALL = {
-    "variants", "task", "seeds", "seeds_at_best", "sweep_learning_rates", "contexts", "dry_run", "state_sizes", "seed",
+    "variants", "task", "seeds", "seeds_at_best", "sweep_learning_rates", "contexts", "state_sizes", "seed",
     "learning_rate", "output_dir", "logging_dir", "run_name",
 }  # fmt: skip
 
@@ -132,10 +131,10 @@ def largest_pole(model: nn.Module) -> float | None:
 
 
 class Runs:
-    """The runs of a comparison, `count` of them, and the file with their rows."""
+    """The runs of a comparison, and the file with their rows."""
 
-    def __init__(self, args: ComparisonArguments, training: TrainingArguments, count: int = 1):
-        self.count, self.writes = count, training.process_index == 0
+    def __init__(self, args: ComparisonArguments, training: TrainingArguments):
+        self.writes = training.process_index == 0
         self.output = Path(training.output_dir) / "all_results.json"
         settings = {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
         self.results, self.rows = {"settings": vars(args) | settings}, {}
@@ -149,12 +148,10 @@ class Runs:
         told = {name: value for name, value in given.items() if name not in OF_ALL and value}
         told = [task.name, told, chosen, seed, args.compared[:1] if args.equal_parameters else None]
         run = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        if run not in self.known or args.dry_run:
+        if run not in self.known:
             training.seed = seed
             set_seed(seed)
             trainer = task.trainer(training, *chosen)
-            if args.dry_run:
-                dry_run(trainer, self.count)
             with saving_errors(Path(trainer.args.output_dir)):
                 result = trainer.train()
             self.known[run] = task.row(trainer, result, *chosen) | {"run": run}
@@ -176,7 +173,7 @@ def comparison(args: ComparisonArguments, training: TrainingArguments) -> Iterat
     logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
     refuse(training, "push_to_hub", "resume_from_checkpoint")
     args.seeds = args.seeds or [training.seed]
-    with output_folder(training, args.dry_run):
+    with output_folder(training):
         yield
 
 
@@ -190,7 +187,7 @@ def compare(args: ComparisonArguments, training: TrainingArguments, begin: Calla
             tasks.append(task := begin(own, trained))
             for variant in own.compared:
                 task.config(variant)  # none is refused after hours
-        runs = Runs(args, training, sum(len(one.args.compared) * len(one.rates) * len(args.seeds) for one in tasks))
+        runs = Runs(args, training)
         for task in tasks:
             rows = [row for variant in task.args.compared for row in task.rows(runs, variant)]
             tables.append(f"{task.name}\n\n" * (len(tasks) > 1) + task.table(rows))

@@ -18,23 +18,21 @@ The encoders of the kernels, elementwise work, the optimizer and what checkpoint
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
 
-from tnn_programs.cli.errors import MemoryExceededError, is_out_of_memory, suggest_smaller
+from tnn_programs.cli.errors import MemoryExceededError, is_out_of_memory
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, send_to_device
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from transformers import Trainer
 
 from modeling_tnn.mixers import ShortConvolution
 from modeling_tnn.modeling_tnn import TnnForTokenClassification
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import TwoAxisOperator
 from tnn_programs.cli.training_arguments import DEFAULT_BLOCKS, PretrainArguments
-from tnn_programs.training.passes import try_passes
+from tnn_programs.training.passes import summed_loss, try_passes
 
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60}
 # More tokens in a forward pass only take more memory.
@@ -132,20 +130,14 @@ def largest_divisor(number: int, most: int) -> int:
     return next((divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0), 0)
 
 
-def measure_step(
-    model: nn.Module, inputs: Mapping, accelerator: Accelerator, compute_loss: Callable
-) -> tuple[float, float]:
-    """The seconds of a training step with AdamW on `inputs`, and the peak memory in GiB (on a CPU, of this process).
-
-    Args:
-        compute_loss: of the model and the inputs.
-    """
-    model, inputs = model.train().to(accelerator.device), send_to_device(inputs, accelerator.device)
+def measure_step(model: nn.Module, batch: dict, accelerator: Accelerator, causal: bool) -> tuple[float, float]:
+    """The seconds of a training step with AdamW on a `batch`, and the peak memory in GiB; of this process on a CPU."""
+    model, batch = model.train().to(accelerator.device), send_to_device(batch, accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     for _ in range(2):  # the first one also allocates
         start = time.perf_counter()
         with accelerator.autocast():
-            loss = compute_loss(model, dict(inputs))
+            loss = summed_loss(model, model.config, batch, causal)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -155,40 +147,15 @@ def measure_step(
     return seconds, (torch.cuda.max_memory_allocated() if on_gpu else resident_peak()) / 2**30
 
 
-def dry_run(trainer: Trainer, runs: int = 1):
-    """Write the estimate of a training with Trainer, of which the program makes `runs`, and end the process.
-
-    Raises:
-        SystemExit: always.
-        MemoryExceededError: a step does not fit.
-    """
-    args, loader = trainer.args, trainer.get_train_dataloader()
-    inputs = next(iter(loader))
-    with suggest_smaller("a training step", "give a smaller --per_device_train_batch_size"):
-        seconds, memory = measure_step(trainer.model, inputs, trainer.accelerator, trainer.compute_loss)
-    passes = args.gradient_accumulation_steps
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(loader) / passes)
-    unit = "tokens" if "input_ids" in inputs else "rows"
-    size = inputs["input_ids"].numel() if unit == "tokens" else len(next(iter(inputs.values())))
-    device = f"{args.world_size} x {args.device.type}"
-    if args.process_index == 0:
-        parameters, size = sum(p.numel() for p in trainer.model.parameters()), size * passes * args.world_size
-        text = describe_costs(parameters, steps, size, seconds * passes, memory, device, unit)
-        sys.stdout.write(f"{runs} runs, each:\n{text}\n" if runs > 1 else f"{text}\n")
-    sys.exit(0)
-
-
-def describe_costs(
-    parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str, unit: str = "tokens"
-) -> str:
-    """The estimate as lines for the terminal. `tokens` (or another `unit`) and `seconds` are those of one step."""
+def describe_costs(parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str) -> str:
+    """The estimate as lines for the terminal. `tokens` and `seconds` are those of one step."""
     total = steps * seconds
     name, size = next((pair for pair in UNITS.items() if total >= 2 * pair[1]), ("seconds", 1))
     return (
         f"{parameters:,} parameters\n"
-        f"{steps:,} steps of {tokens:,} {unit}: {steps * tokens:,} {unit}\n"
+        f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens\n"
         f"about {total / size:.{int(size > 1)}f} {name} on {device}: {seconds:.2f} s a step, "
-        f"{tokens / seconds:,.0f} {unit}/s\n"
+        f"{tokens / seconds:,.0f} tokens/s\n"
         f"about {memory:.1f} GiB of memory\n"
         "Nothing was written. Evaluations and checkpoints take additional time."
     )

@@ -35,7 +35,6 @@ from tnn_programs.cli.runs import RUN, check_run, find_checkpoint, read_object
 from tnn_programs.cli.tables import ERRORS, format_metric, markdown_table
 from tnn_programs.cli.training_arguments import GroupArguments, fine_tuning_of
 from tnn_programs.data import glue
-from tnn_programs.training.costs import dry_run
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.processes import StopRequested
 from tnn_programs.training.publishing import open_repository, upload
@@ -175,8 +174,6 @@ def run_once(task: Task, training: TrainingArguments, keep: bool = False) -> tup
     )
     if args.early_stopping_patience is not None and training.do_train:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
-    if args.dry_run:
-        dry_run(trainer, len(args.sweep_learning_rates) * len(args.sweep_seeds) if args.sweep else 1)
     results = {}
     if training.do_train:
         compared = {"max_seq_length": args.max_seq_length, "class_weights": args.class_weights}
@@ -353,7 +350,7 @@ def run_all(args: GroupArguments, training: TrainingArguments) -> list[dict]:
     """Run all tasks; the summary of each."""
     folders, output_dir, summaries = load_data(args, training), Path(training.output_dir), []
     main_process = training.process_index == 0
-    push = training.push_to_hub and main_process and not args.dry_run  # the repository would be created
+    push = training.push_to_hub and main_process
     local = dataclasses.replace(training, push_to_hub=False)  # Trainer itself would publish pickles and no code
     for folder, data in folders.items():
         task = Task(data, args)
@@ -377,7 +374,7 @@ def run(args: GroupArguments, training: TrainingArguments):
         logging.getLogger(name).setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     check_before_start(args, training)
     try:
-        with output_folder(training, args.dry_run):
+        with output_folder(training):
             summaries = run_all(args, training)
             logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
     except StopRequested as request:

@@ -36,7 +36,7 @@ from tnn_programs.training import costs, processes
 from tnn_programs.training.accelerate_loop import Pretraining, perplexity
 from tnn_programs.training.models import build_config, build_model
 from tnn_programs.training.optimizers import try_schedule
-from tnn_programs.training.passes import compile_blocks, summed_loss, warn_of_bfloat16
+from tnn_programs.training.passes import compile_blocks, warn_of_bfloat16
 from tnn_programs.training.publishing import open_repository, upload
 
 logger = logging.getLogger("pretrain")
@@ -275,8 +275,8 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
         line = costs.choose_micro_batch(args, accelerator, model)
         ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
-        loss = lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm")  # noqa: E731
-        seconds, memory = costs.measure_step(model, {"input_ids": ids, "labels": ids}, accelerator, loss)
+        batch, causal = {"input_ids": ids, "labels": ids}, args.objective == "clm"
+        seconds, memory = costs.measure_step(model, batch, accelerator, causal)
     passes, count = args.gradient_accumulation_steps, accelerator.num_processes
     device = f"{count} x {accelerator.device.type}"
     tokens = ids.numel() * passes * count

@@ -7,9 +7,8 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from tnn_programs.cli.errors import suggest_smaller
 
@@ -22,7 +21,6 @@ from tnn_programs.cli import runs
 from tnn_programs.cli.atomic import SavingError, claim, new_files, saving_errors, write_json
 from tnn_programs.cli.commands import next_steps
 from tnn_programs.cli.task_arguments import ClassifierArguments
-from tnn_programs.training.costs import dry_run
 from tnn_programs.training.grouping_trainer import GroupingTrainer, StopCallback, describe_training, rows_of_a_step
 from tnn_programs.training.processes import StopRequest, StopRequested
 
@@ -34,13 +32,9 @@ REFUSED = {
 }
 
 
-@contextmanager
-def output_folder(training: TrainingArguments, dry_run: bool) -> Iterator[None]:
-    """Lock the output folder for the block. A dry run gets a temporary folder."""
-    own = TemporaryDirectory() if dry_run else claim(Path(training.output_dir), main=training.process_index == 0)
-    with own as folder:
-        training.output_dir = str(folder)
-        yield
+def output_folder(training: TrainingArguments) -> AbstractContextManager[Path]:
+    """Lock the output folder for the block."""
+    return claim(Path(training.output_dir), main=training.process_index == 0)
 
 
 def refuse(training: TrainingArguments, *names: str):
@@ -94,7 +88,7 @@ def classifier_run(args: ClassifierArguments, training: TrainingArguments) -> It
     logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     try:
         refuse(training, "push_to_hub")
-        with output_folder(training, args.dry_run):
+        with output_folder(training):
             runs.check_run(Path(training.output_dir), args.overwrite_output_dir, training.resume_from_checkpoint)
             set_seed(training.seed)
             yield
@@ -123,8 +117,6 @@ def train_classifier(
     The results have `TEST_accuracy` and `TEST_majority`, the accuracy of always answering the largest class, and the
     fields `about`. `labels` are the classes of `train` and of the tests. A run to resume has the same `compared`.
     """
-    if args.dry_run:
-        dry_run(trainer)
     train(trainer, labels["train"], **compared or {})
     save(trainer, vars(args), Path(trainer.args.output_dir))  # before the evaluations, which may run out of memory
     model = "transformer" if args.transformer else "-".join(trainer.model.config.tno_types)

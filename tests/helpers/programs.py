@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from helpers.models import seeded, tiny_config
@@ -151,16 +150,12 @@ class TrainingTests(ProgramTests):
     Attributes:
         keeps: whether it leaves a model, which it does not write over unasked.
         figure: where it leaves none, the figure of its models.
-        precisions: the options for bfloat16 and for float32 on a CPU.
-        estimate: what a dry run of `small` says of its size, and the unit of its speed.
         recipes: its recipes, as a pattern of files; `beside` are options that they do not have.
         arguments: the dataclasses of its options.
     """
 
     keeps = True
     figure = ""
-    precisions = ("--bf16 true", "--bf16 false")
-    estimate = ("", "")
     recipes = ""
     beside = "--output_dir x"
     arguments: list[type] = []
@@ -192,18 +187,6 @@ class TrainingTests(ProgramTests):
             assert tree(output) == before
         assert first == self.result(given, repeated, "--seed 3", *again)
         assert first != self.result(given, tmp_path / "other", "--seed 4")
-
-    def test_a_dry_run_estimates_and_writes_nothing(self, tmp_path, caplog, monkeypatch):
-        """It warns of bfloat16 as the training does."""
-        (size, unit), (bfloat16, float32) = self.estimate, self.precisions
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-        with caplog.at_level("INFO"):
-            given = (*self.small(tmp_path), f"--output_dir {tmp_path}/out --dry_run --use_cpu true {bfloat16}")
-            shown = run(self.program, *given).stdout
-        speed = rf"about \d+ seconds on 1 x cpu: \d+\.\d\d s a step, [\d,]+ {unit}/s\nabout \d+\.\d GiB of memory\n"
-        assert f"on a CPU: {float32} is faster" in caplog.text
-        assert size in shown + caplog.text and re.search(speed, shown + caplog.text)
-        assert not (tmp_path / "out").exists()
 
     def test_its_recipes_are_read(self):
         """Each option is known, and the configuration is that of a model."""

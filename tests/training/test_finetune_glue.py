@@ -82,17 +82,6 @@ def test_sweep_keeps_the_best(encoder, glue, tmp_path):
     load(tmp_path / "stsb")
 
 
-def test_a_dry_run_of_a_sweep(encoder, sst2, tmp_path, capsys, monkeypatch):
-    """It opens no repository either."""
-    monkeypatch.setattr(finetune_glue, "open_repository", None)
-    with pytest.raises(SystemExit) as ended:
-        run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", "--sweep"), sst2,
-                   "--sweep_seeds 0 1 --dry_run --push_to_hub")  # fmt: skip
-    output = capsys.readouterr().out
-    assert ended.value.code == 0 and "8 runs, each:" in output and "40 steps of" in output  # 160 texts, 16, 4 epochs
-    assert not (tmp_path / "out").exists()
-
-
 def test_fields_of_the_configuration_and_random_weights(encoder, sst2, tmp_path):
     """The fields reach the encoder that is trained, and are saved with it; no pretrained weights are left."""
     finetune(encoder, tmp_path, sst2, "--from_scratch --max_steps 1 --learning_rate 1e-12",

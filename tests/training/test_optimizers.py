@@ -148,10 +148,15 @@ def test_muon_skips_a_step(model, tmp_path):
         optimizer.step()
 
 
-def test_a_model_without_a_cache_gets_none(tmp_path):
-    """Trainer gives every configuration a `use_cache`; it is not saved with one that has no such field."""
+def test_a_model_without_a_cache_gets_none(tmp_path, caplog, monkeypatch):
+    """Trainer gives every configuration a `use_cache`; it is not saved with one that has no such field.
+
+    A CPU without fast products in bfloat16 is named.
+    """
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = ModernBertConfig(vocab_size=50, pad_token_id=0, eos_token_id=1, bos_token_id=1, **sizes)
-    args = TrainingArguments(str(tmp_path), report_to="none")
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, bf16=True)
     GroupingTrainer(ModernBertForMaskedLM(config), args).save_model()
+    assert "on a CPU: --bf16 false is faster" in caplog.text
     assert "use_cache" not in json.loads((tmp_path / "config.json").read_text())

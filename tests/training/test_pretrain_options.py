@@ -117,13 +117,17 @@ def test_length_of_the_model_follows_the_blocks(tmp_path):
         build_config(PretrainArguments(config_name=str(tmp_path / "gpt2"), block_size=100))
 
 
-def test_a_dry_run_needs_no_text_and_counts_what_is_accumulated(tmp_path, caplog):
+def test_a_dry_run_needs_no_text_and_counts_what_is_accumulated(tmp_path, caplog, monkeypatch):
+    """It warns of bfloat16 as the training does."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     config, output = write_config(tmp_path / "config", causal=False), tmp_path / "out"
     with caplog.at_level("INFO", "pretrain"):
         run_script("pretrain", f"--objective mlm --config_name {config} --output_dir {output} --max_steps 7 --dry_run",
-                   "--gradient_accumulation_steps 3 --gradient_checkpointing")  # fmt: skip
+                   "--gradient_accumulation_steps 3 --gradient_checkpointing",
+                   "--use_cpu --mixed_precision bf16")  # fmt: skip
     assert "8 blocks of 32 tokens in a forward pass, 3 passes in a step of each process\n" in caplog.text
     assert "7 steps of 768 tokens: 5,376 tokens" in caplog.text
+    assert "on a CPU: --mixed_precision no is faster" in caplog.text
     assert re.search(r"about \d+ seconds on 1 x cpu: .* tokens/s\nabout \d+\.\d GiB of memory", caplog.text)
     assert not output.exists()
 
