@@ -7,9 +7,14 @@ the standard input is one; an empty line ends the program.
 Texts are sampled, with temperature 1 and top_p 0.95 unless given. `--do_sample false` writes the likeliest tokens, as
 does `--temperature 0`, and `--num_beams` searches.
 
+With --chat a line continues the conversation of those before it, and /new begins another. The conversation stays in
+the cache, so that each turn reads only its own tokens. A tokenizer with a chat template marks the turns by it. Without
+a template, the model continues the plain text.
+
 Example:
     python scripts/generate.py --model_name_or_path outputs/demo --prompt "In the" --temperature 0.7
     python scripts/generate.py --model_name_or_path outputs/demo --prompt_file prompts.txt --batch_size 8 --num_beams 4
+    python scripts/generate.py --model_name_or_path outputs/demo --chat
 """
 
 import argparse
@@ -33,6 +38,8 @@ def parse_arguments() -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompt_file", type=Path, help="Text file with a prompt on each line.")
+    parser.add_argument("--chat", action="store_true", help="Let a line continue the conversation of those before it.")
+    parser.add_argument("--system", help="System message of --chat, for a tokenizer with a chat template.")
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
@@ -44,8 +51,10 @@ def parse_arguments() -> tuple[argparse.Namespace, dict]:
     if known.prompt_file is not None:
         check_file(str(known.prompt_file), whole=False)
         known.prompt += [line for line in FILES.read_lines_of(str(known.prompt_file)) if line.strip()]
-    for prompt in known.prompt:
-        check_text("--prompt", prompt)
+    for name, text in (*(("prompt", prompt) for prompt in known.prompt), ("system", known.system or "")):
+        check_text(f"--{name}", text)
+    if known.chat and (known.prompt or known.batch_size > 1 or known.output_file):
+        parser.error("--chat must be given without --prompt, --prompt_file, --batch_size and --output_file")
     check_counts(known, "batch_size")
     if known.output_file is not None:
         check_writable(known.output_file)
@@ -70,6 +79,22 @@ def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
         raise ValueError("--prompt, --prompt_file or a line on the standard input must be given")
 
 
+def chat(model, tokenizer, system: str | None, options: dict):
+    """Let each line of the standard input continue a conversation, whose turns stream to stdout."""
+    from tnn_programs.serving.writing import Conversation
+
+    if system is not None and tokenizer.chat_template is None:
+        raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {system!r}")
+    turns = "messages (chat template)" if tokenizer.chat_template else "plain text, which it continues"
+    sys.stderr.write(f"Your lines are {turns}. /new starts anew, an empty line or Ctrl-D ends.\n")
+    conversation = Conversation(model, tokenizer, system, options)
+    for line in read_lines():
+        if line.strip() == "/new":
+            conversation = Conversation(model, tokenizer, system, options)
+        else:
+            conversation.answer(line)
+
+
 def run(args: argparse.Namespace, options: dict):
     """Continue all prompts and write the texts; ValueError if the model, the device or a prompt is wrong."""
     with importing():
@@ -85,6 +110,8 @@ def run(args: argparse.Namespace, options: dict):
     options, used = with_defaults(model, options)
     stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
     set_seed(args.seed)
+    if args.chat:
+        return chat(model, tokenizer, args.system, used)
     prompts, texts, tokens, seconds = [], [], 0, 0.0
     for batch in batches(args, tokenizer):
         start = time.perf_counter()

@@ -58,7 +58,6 @@ GUIDES = {
     "plan": ("GPUs and memory", "../guides/devices.md"),
     "evaluate": ("Long sequences", "../guides/long.md"),
     "generate": ("Generate", "../guides/generate.md"),
-    "chat": ("Generate", "../guides/generate.md"),
     "serve": ("Serve", "../guides/serve.md"),
     "api": ("Serve", "../guides/serve.md#an-api"),
     "plot-kernels": ("Look at the kernels", "../guides/kernels.md"),

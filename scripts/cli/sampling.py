@@ -1,4 +1,4 @@
-"""Sampling defaults of `tnn generate`, `chat`, `serve` and `api`."""
+"""Sampling defaults of `tnn generate`, `serve` and `api`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

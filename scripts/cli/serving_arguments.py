@@ -1,4 +1,4 @@
-"""The options of the programs that write texts: `tnn chat`, `generate`, `serve` and `api`."""
+"""The options of `tnn serve` and `tnn api`."""
 
 import re
 from dataclasses import dataclass
@@ -9,22 +9,13 @@ from tnn_programs.cli.parser import check_counts, option, require
 
 
 @dataclass
-class WriterArguments:
-    """The model that writes, and where it runs."""
+class ServerArguments:
+    """Options of a server: the model that writes and where it runs, limits and address."""
 
     encoders: ClassVar[bool] = False  # whether the model may be bidirectional
     model_name_or_path: str
     dtype: str = "auto"
     device: str | None = None
-
-    def __post_init__(self):
-        check_model_path(self.model_name_or_path, tokenizer=True, causal=not self.encoders)
-
-
-@dataclass
-class ServerArguments(WriterArguments):
-    """Options of a server: limits and address."""
-
     max_new_tokens: int = 1000
     max_batch_size: int = option(32, "Most texts that are written at the same time; others wait.")
     host: str | None = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every address of this machine.")
@@ -32,7 +23,7 @@ class ServerArguments(WriterArguments):
 
     def __post_init__(self):
         require(self, "port", self.port is None or 0 <= self.port < 2**16, "in [0, 65535]")
-        super().__post_init__()
+        check_model_path(self.model_name_or_path, tokenizer=True, causal=not self.encoders)
         check_counts(self, *(name for name in vars(self) if name.startswith("max_")))
 
 

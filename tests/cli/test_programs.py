@@ -204,6 +204,7 @@ class TestGenerate(ProgramTests):
         for options, message in {
             "--device x": "--device must be a device of this machine, got x: ",
             "--batch_size 0": "--batch_size must be at least 1, got 0",
+            "--chat": "--chat must be given without --prompt",
             "--temperature hot": "--temperature must be a number, or null, got hot",
             "--do_sample maybe": "--do_sample must be true or false, or null, got maybe",
             "--do_sample false --top_k 5": "--do_sample must be true with --top_k",
@@ -329,19 +330,15 @@ class TestAblation(TrainingTests):
         assert len({json.dumps(change, sort_keys=True) for change in changes}) == len(args.variants)
 
 
-class TestChat(ProgramTests):
-    command = "chat"
+class TestServe(ProgramTests):
+    command = "serve"
     needed = "--model_name_or_path outputs/a"
     refused = {"": "'outputs/a', which is not a folder here"}
 
 
-class TestServe(TestChat):
-    command = "serve"
-
-
-class TestApi(TestChat):
+class TestApi(TestServe):
     command = "api"
-    refused = TestChat.refused | {"--port 99999": r"--port must be in \[0, 65535\], got 99999"}
+    refused = TestServe.refused | {"--port 99999": r"--port must be in \[0, 65535\], got 99999"}
 
 
 class TestPush(ProgramTests):

@@ -73,7 +73,6 @@ import tnn_programs.serving.page, tnn_programs.training.pretrain
 # Names and files that are not there, and texts in place of numbers.
 WRONG = {
     "generate": "--model_name_or_path outputs/none --prompt a",
-    "chat": "--model_name_or_path outputs/none",
     "serve": "--model_name_or_path outputs/none",
     "api": "--model_name_or_path outputs/none",
     "push": "outputs/none --repo_id a/b",
@@ -105,7 +104,7 @@ def test_answers_come_before_anything_slow_is_imported(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     masked = {"model_type": "tnn", "causal": False, "architectures": ["TnnForMaskedLM"]}
     (tmp_path / "config.json").write_text(json.dumps(masked))
-    writers = ("generate", "chat", "serve", "to-recurrent --output_dir out")
+    writers = ("generate", "serve", "to-recurrent --output_dir out")
     lines += [[*writer.split(), "--model_name_or_path", str(tmp_path)] for writer in writers]
     done = python(ANSWERS, lines + [[command, *given.split()] for command, given in WRONG.items()])
     assert done.returncode == 0, done.stderr
@@ -142,12 +141,12 @@ def test_a_name_of_the_hub_without_a_network(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_without_extras(tmp_path):
-    """generate, chat and push need none; the others name theirs; the demo needs none of the server."""
+    """generate and push need none; the others name theirs; the demo needs none of the server."""
     needed = {"plan": "training", "synthetic": "training", "api": "api", "demo": "demo", "serve": "scripts,space"}
     options = {"synthetic": ["--recipe", "synthetic/small-copying"]}
     options |= dict.fromkeys(("api", "serve"), ["--model_name_or_path", "a/b"])
     model = ["--model_name_or_path", str(save_model(tmp_path, tno_type="rpe"))]
-    lines = [["chat", *model], ["generate", *model, "--prompt", "The", "--max_new_tokens", "1"]]
+    lines = [["generate", *model, *given] for given in (["--chat"], ["--prompt", "The", "--max_new_tokens", "1"])]
     lines.append(["push", model[1], "--repo_id", "a/b", "--dry_run"])
     done = python(WITHOUT_EXTRAS, lines + [[command, *options.get(command, [])] for command in needed])
     assert done.returncode == 0 and "1 tokens in" in done.stdout, done.stderr
@@ -174,7 +173,7 @@ def test_ctrl_c_while_modules_are_imported():
     """Ours, and PyTorch, which is imported when the command line was read."""
     tried = "a/b is not a folder here: trying the Hub\n"
     for module, line, said in (
-        ("tnn_programs.cli.parser", ["chat"], ""), ("torch", ["chat", "--model_name_or_path", "a/b"], tried),
+        ("tnn_programs.cli.parser", ["serve"], ""), ("torch", ["serve", "--model_name_or_path", "a/b"], tried),
     ):  # fmt: skip
         done = python(INTERRUPTED.replace("MODULE", module), line)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", said)

@@ -78,7 +78,7 @@ def spoil(folder, chance: random.Random):
 
 PROGRAMS = {
     "generate": ["--prompt", "The", "--max_new_tokens", 2],
-    "chat": ["--max_new_tokens", 2],
+    "chat": ["--chat", "--max_new_tokens", 2],
     "evaluate_lm": ["--lengths", 16, "--max_tokens", 40],
     "plan": ["--lengths", 16, "--engines", "ddp"],
     "push_to_hub": ["--repo_id", "user/name", "--dry_run"],
@@ -97,7 +97,7 @@ def run_on(program: str, folder):
     if program == "evaluate_lm":
         text = write_text(folder.with_name("text.txt"), copies=10)
         options += ["--validation_file", text, "--output_dir", output]
-    return run_script(program, *options)
+    return run_script("generate" if program == "chat" else program, *options)
 
 
 def ends_in_one_line(program: str, folder, monkeypatch, capsys) -> str:

@@ -47,16 +47,18 @@ def test_turns_are_one_text(plain_model):
 
 
 def test_program(plain_model, monkeypatch):
-    """An empty line ends it. How to use it is said at the start and on request, beside the text and not in it."""
+    """An empty line ends it. How to use it is said at the start, beside the text and not in it."""
     for temperature in (0, 0.7):
-        monkeypatch.setattr("sys.stdin", io.StringIO("The quick\n/new\nbrown fox\n/help\n\nnot read\n"))
-        done = run("chat", f"--model_name_or_path {plain_model} --max_new_tokens 5 --temperature {temperature}")
+        monkeypatch.setattr("sys.stdin", io.StringIO("The quick\n/new\nbrown fox\n\nnot read\n"))
+        given = f"--model_name_or_path {plain_model} --chat --max_new_tokens 5 --temperature {temperature}"
+        done = run("generate", given)
         assert len(done.stdout.strip()) > 5
-        assert done.stderr.count("plain text, which it continues. /new starts anew, /help shows this, an empty") == 2
+        assert done.stderr.count("plain text, which it continues. /new starts anew, an empty line") == 1
 
 
 REFUSED = [
     ("--temperature -1", "Hello", "`temperature` (=-1.0) has to be a strictly positive float"),
+    ("--num_beams 2", "Hello", "`streamer` cannot be used with beam search"),
     # As Python reads them from a terminal or a command line that is not UTF-8.
     ("", "a\udcff", "must be text in UTF-8, got 'a\\udcff'"),
     # The model would never read it.
@@ -67,7 +69,7 @@ REFUSED = [
 def test_refused(plain_model, monkeypatch):
     for options, line, message in REFUSED:
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\n"))
-        done = run("chat", f"--model_name_or_path {plain_model} {options}", check=False)
+        done = run("generate", f"--model_name_or_path {plain_model} --chat {options}", check=False)
         assert done.returncode == 2 and message in done.stderr, options
 
 
