@@ -1,4 +1,4 @@
-"""One token of a recurrent model as a function of tensors alone, for runtimes that keep the states themselves.
+"""The next tokens of a recurrent model as a function of tensors alone, for runtimes that keep the states themselves.
 
 B batch, D channels, N order, w window, Q modes. The states of a layer, and the step from v_t to y_t:
 
@@ -8,14 +8,16 @@ B batch, D channels, N order, w window, Q modes. The states of a layer, and the 
     s4d      the same with w = 1 and poles of each channel    y_t = sum_(j<w) head_j v_(t-j) + Re sum_q r_q s_t,q
 
 The cache computes the same in blocks of tokens and with room for `crop`. A recorded graph cannot, because blocks need
-counters. The two memories are the real and the imaginary part: ONNX has no complex numbers. Where n neighbouring
-channels share a filter, each of them has a row: B is n times the number of sequences.
+counters. Several tokens are a `scan` over the recurrence of each layer. The two memories are the real and the
+imaginary part: ONNX has no complex numbers. Where n neighbouring channels share a filter, each of them has a row: B is
+n times the number of sequences.
 """
 
 from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 
 from ..configuration_tnn import GTU, S4, TOEPLITZ
 from ..tno import ToeplitzOperator
@@ -81,17 +83,24 @@ class StepState:
         self.step, self.tensors = step, tensors
 
     def decode(self, operator, v: torch.Tensor, gate: Gate) -> torch.Tensor:
-        """The output of an operator for one input, `(B, 1, D)`, inside its gate."""
+        """The outputs of an operator for the next inputs, `(B, L, D)`, inside its gate."""
         v = gate.inputs(v)
-        y, self.tensors = self.step(groups_as_rows(v, operator.group_size)[:, 0], *self.tensors)
-        y = rows_as_groups(y[:, None], operator.group_size)
+        rows = groups_as_rows(v, operator.group_size)  # (B, L, D)
+        if rows.shape[1] == 1:
+            y, self.tensors = self.step(rows[:, 0], *self.tensors)
+            y = y[:, None]
+        else:
+            self.tensors, y = scan(lambda states, v: self.step(v, *states)[::-1], self.tensors, rows.movedim(1, 0))
+            y = y.movedim(0, 1)
+        y = rows_as_groups(y, operator.group_size)
         return gate.apply(y.to(v.dtype), operator.implementation)
 
 
 class DecodingStep(nn.Module):
-    """A causal language model that reads one token, with its states as inputs and outputs.
+    """A causal language model that reads the next tokens, with its states as inputs and outputs.
 
-    It holds copies of the coefficients: build it again after training. A prompt is read token by token.
+    It holds copies of the coefficients: build it again after training. A program of one token is for one token; one of
+    several takes any number in ONNX.
 
     Args:
         model: a `TnnForCausalLM` with `tno_type` "rtf", "s4d" or "modal", such as `to_recurrent` makes, without
@@ -121,10 +130,10 @@ class DecodingStep(nn.Module):
         return [step.empty(rows * size) for step, size in zip(self.steps, sizes, strict=True)]
 
     def forward(self, input_ids: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
-        """The logits `(B, V)` after one more token `(B, 1)`, and the states that hold it."""
+        """The logits `(B, V)` after the next tokens `(B, L)`, and the states that hold them."""
         held = [StepState(*pair) for pair in zip(self.steps, states, strict=True)]
-        # The pass is a step of fixed shape, see `compile/static_cache.py`.
-        layers = [SimpleNamespace(states={"tno": one}, is_ready=True) for one in held]
+        # The pass is one of fixed shape but for L, see `compile/static_cache.py`.
+        layers = [SimpleNamespace(states={"tno": one}, is_ready=True, reads_texts=True) for one in held]
         cache = SimpleNamespace(layers=layers, offloading=False)
-        logits = self.model(input_ids=input_ids, cache=cache, use_cache=False).logits
+        logits = self.model(input_ids=input_ids, cache=cache, use_cache=False, logits_to_keep=1).logits
         return logits[:, 0], [one.tensors for one in held]

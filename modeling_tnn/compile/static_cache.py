@@ -234,7 +234,9 @@ def open_step(context: LayerContext, tokens: torch.Tensor, position_ids: torch.T
     layers, mask = getattr(context.cache, "layers", ()), context.mask
     has_masks = isinstance(mask, dict)  # those of attention too
     # `bool` of a list cannot be traced by PyTorch 2.11.
-    if tokens.shape[1] != 1 or len(layers) == 0 or not (has_masks or getattr(layers[0], "is_ready", False)):
+    if len(layers) == 0 or not (has_masks or getattr(layers[0], "is_ready", False)):
+        return None
+    if tokens.shape[1] != 1 and not getattr(layers[0], "reads_texts", False):
         return None
     mask = check_attention_mask(mask[TOEPLITZ] if has_masks else mask, tokens, past_length=0)
     return context._replace(mask=mask, positions=position_ids, past_length=None)
