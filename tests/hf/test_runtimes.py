@@ -1,7 +1,9 @@
 """transformers' exporters: encoders, steps in onnxruntime and ExecuTorch; torch.export with products as operators."""
 
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,12 +14,14 @@ from helpers.ecosystem import Matrix, first_output
 from helpers.hybrids import HYBRIDS
 from helpers.models import BIDIRECTIONAL, VARIANTS, relative_error, seeded, slow, tiny_config
 from modeling_tnn import DecodingStep, TnnForCausalLM, TnnForMaskedLM, TnnModel, keep_products
+from modeling_tnn.compile.browser import save_for_browser
 from modeling_tnn.compile.product import keeps_products
 
 heads = Matrix()
 BATCH = torch.export.Dim("batch", min=1, max=64)
 LENGTH = torch.export.Dim("length", min=2, max=256)
 RECURRENT = ["rtf", "s4d", "modal"]
+EXACT = {"INFERENCE_PRECISION_HINT": "f32"}  # OpenVINO takes bfloat16 where a CPU has it
 
 
 SIZES = dict.fromkeys(("input_ids", "attention_mask"), {0: BATCH, 1: LENGTH})
@@ -116,6 +120,56 @@ def test_decoding_step(tno_type):
     program = torch.export.export(step, (), inputs, dynamic_shapes=sizes).module()
     with torch.no_grad():
         check_step(program, model, step.empty(5), 9)
+
+
+@pytest.mark.parametrize("tno_type", slow(*RECURRENT))
+def test_several_tokens_are_one_step(tno_type):
+    model = recurrent_model(tno_type)
+    step, ids = DecodingStep(model), padded_batch(3, 40)["input_ids"]
+    with torch.no_grad():
+        _, states = step(ids[:, :23], step.empty(3))
+        assert relative_error(step(ids[:, 23:], states)[0], model(ids).logits[:, -1]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tno_type", RECURRENT)
+def test_program_for_browsers(tno_type, tmp_path):
+    """It writes the tokens of `generate` in both runtimes, from zeros of its shapes, as in transformers.js."""
+    runtime, openvino = map(pytest.importorskip, ("onnxruntime", "openvino"))
+    pytest.importorskip("onnxscript")
+    model, prompt = recurrent_model(tno_type, eos_token_id=None), padded_batch(1, 23)["input_ids"]
+    save_for_browser(model, SimpleNamespace(save_pretrained=lambda folder: None), tmp_path)
+    expected = model.generate(prompt, max_new_tokens=30, do_sample=False)[0, 23:].tolist()
+    file = tmp_path / "model" / "onnx" / "model.onnx"
+    session, compiled = runtime.InferenceSession(file), openvino.compile_model(file, "CPU", EXACT)
+    given = session.get_inputs()[1:]
+    assert [one.name for one in session.get_outputs()][:3] == ["logits", "present.0.key", "present_conv.0"]
+    types = {"tensor(float)": "float32", "tensor(double)": "float64"}
+    shapes = [[size if isinstance(size, int) else 0 for size in one.shape] for one in given]
+    for run in (lambda inputs: session.run(None, inputs), lambda inputs: list(compiled(inputs).values())):
+        states = [np.zeros(shape, types[one.type]) for shape, one in zip(shapes, given, strict=True)]
+        ids, found = prompt.numpy(), []
+        while len(found) < len(expected):
+            named = {one.name: state for one, state in zip(given, states, strict=True)}
+            logits, *states = run({"input_ids": ids} | named)
+            ids = logits[:, -1].argmax(-1, keepdims=True)
+            found.append(ids.item())
+        assert found == expected and states[0].shape == (1, 1, 23 + 29, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head, causal", [(TnnForCausalLM, True), (TnnForMaskedLM, False), (TnnModel, False)])
+def test_openvino(head, causal, tmp_path):
+    """A pass in OpenVINO, which reads the program that `torch.onnx.export` writes."""
+    openvino = pytest.importorskip("openvino")
+    pytest.importorskip("onnxscript")
+    model = seeded(head, tiny_config(causal=causal, num_hidden_layers=1, use_cache=False))
+    sizes = dict.fromkeys(SIZES, {0: Dim.DYNAMIC, 1: Dim.DYNAMIC})
+    given = {"kwargs": padded_batch(3, 11), "dynamic_shapes": sizes, "dynamo": True, "verbose": False}
+    torch.onnx.export(model, (), tmp_path / "model.onnx", **given)
+    compiled = openvino.compile_model(tmp_path / "model.onnx", "CPU", EXACT)
+    run = lambda **inputs: [torch.from_numpy(compiled({k: x.numpy() for k, x in inputs.items()})[0])]  # noqa: E731
+    check_encoder(run, model, (1, 2), (2, 17), (4, 130))
 
 
 def step_arguments(empty) -> tuple[dict, dict]:

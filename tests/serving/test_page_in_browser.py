@@ -14,7 +14,8 @@ import pytest
 
 from helpers import processes
 from helpers.hub_server import HubServer, environment
-from helpers.scripts import free_port, program, save_model
+from helpers.scripts import ROOT, free_port, program, save_model
+from modeling_tnn.compile.browser import save_for_browser
 from tnn_programs.serving.engine import Engine
 from tnn_programs.serving.page import Writer, build_page
 from tnn_programs.serving.writing import load_served
@@ -201,3 +202,32 @@ def test_a_space(folder, browser, tmp_path):
             tab.write("The quick brown", max_new_tokens=5)
             tab.expect("wrote 5 tokens")
             tab.close()
+
+
+def test_a_page_without_a_server(folder, browser, tmp_path):
+    """It writes the tokens of `generate`, with files that lie in its folder."""
+    pytest.importorskip("onnxscript")
+    model, tokenizer = load_served(str(folder), "auto", "cpu")
+    model = model.to_recurrent(8, 16)[0]
+    save_for_browser(model, tokenizer, tmp_path)
+    guide = (ROOT / "docs" / "guides" / "export.md").read_text()
+    commands = re.search(r"(npm pack .*?)python -m http", guide, re.DOTALL)[1].replace("-C site", "-C .")
+    done = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the packages of npm are not to be had: {done.stderr[-300:]}")
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", tmp_path]
+    with serving(command, port, folder / "static.txt") as (address, _):
+        tab = Tab(browser, address)
+        tab.expect("Ready")
+        for name, value in {"New tokens": 30, "Temperature": 0}.items():
+            tab.page.get_by_role("spinbutton", name=name).fill(str(value))
+        tab.prompt.fill("The quick brown")
+        tab.press("Write")
+        tab.expect("Read [0-9]+ tokens, wrote 30 in .* seconds", seconds=60)
+        inputs = tokenizer("The quick brown", return_tensors="pt")
+        expected = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0].tolist()
+        assert tab.page.evaluate("window.ids") == expected
+        assert tab.prompt.input_value() == tokenizer.decode(expected, skip_special_tokens=True)
+        assert all(url.startswith(address) for url in tab.requests)
+        tab.close()
