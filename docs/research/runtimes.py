@@ -29,10 +29,9 @@ Way = Callable[..., list[torch.Tensor]]  # inputs as tensors, to outputs
 PREFIX, GREEDY = 16, 100
 
 
-def programs(module, inputs: tuple, sizes: tuple, threads: int, folder: Path) -> dict[str, Way]:
-    """The module in ONNX Runtime and OpenVINO."""
-    file = folder / "model.onnx"
-    torch.onnx.export(module, inputs, file, dynamic_shapes=sizes, dynamo=True, verbose=False)
+def programs(module, inputs: tuple, sizes: tuple, threads: int, file: Path) -> dict[str, Way]:
+    """The module in ONNX Runtime and OpenVINO, by a program in `file`."""
+    torch.onnx.export(module, inputs, file, dynamic_shapes=sizes, external_data=False, dynamo=True, verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
@@ -114,8 +113,9 @@ def compare(model: TnnForCausalLM, length: int, rounds: int, threads: int) -> li
             return self.model(ids, use_cache=False).logits
 
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(False), torch.no_grad():
-        steps = programs(Flat(), (ids[:, :1].clone(), *states), ({}, tuple({} for _ in states)), threads, Path(folder))
-        passes = programs(Pass(), (ids.clone(),), ({1: Dim.DYNAMIC},), threads, Path(folder))
+        fixed, token = ({}, tuple({} for _ in states)), ids[:, :1].clone()
+        steps = programs(Flat(), (token, *states), fixed, threads, Path(folder, "step.onnx"))
+        passes = programs(Pass(), (ids.clone(),), ({1: Dim.DYNAMIC},), threads, Path(folder, "pass.onnx"))
     steps = {"PyTorch, compiled": torch.compile(Flat(), dynamic=False)} | steps
     passes = {"PyTorch": Pass(), "PyTorch, compiled": torch.compile(Pass(), dynamic=False)} | passes
     prefix = ids[:, :PREFIX]

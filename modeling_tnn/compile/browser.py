@@ -12,6 +12,7 @@ The outputs have the names with `present` in place of `past` or `past_key_values
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from torch.export import Dim
 from .decoding_step import DecodingStep
 
 NAMES = ("past_conv.{}", "past_ssm.{}", "past_key_values.{}.value")
-COUNTER = "past_key_values.0.key"
 
 
 class CountedStep(nn.Module):
@@ -45,30 +45,26 @@ def save_for_browser(model: nn.Module, tokenizer, folder: str | Path):
         model: a causal language model that `DecodingStep` takes, in float32.
         tokenizer: its tokenizer, a fast one.
         folder: made if there is none. `docs/guides/export.md` says which files of npm packages it needs besides.
-
-    Example:
-        save_for_browser(TnnForCausalLM.from_pretrained("outputs/demo").to_recurrent()[0], tokenizer, "site")
     """
     step, target = DecodingStep(model), Path(folder) / "model"
     states = step.empty(1)
     names = [[name.format(i) for name, _ in zip(NAMES, layer, strict=False)] for i, layer in enumerate(states)]
-    names = [COUNTER, *(name for layer in names for name in layer)]
+    names = ["past_key_values.0.key", *(name for layer in names for name in layer)]
     outputs = [name.replace("past_key_values", "present").replace("past_", "present_") for name in names]
-    program = torch.onnx.export(
+    (target / "onnx").mkdir(parents=True, exist_ok=True)
+    torch.onnx.export(
         CountedStep(step).eval(),
         (torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 1, 2, 1), states),
+        target / "onnx" / "model.onnx",
         dynamic_shapes=({1: Dim.DYNAMIC}, {2: Dim.DYNAMIC}, [[{} for _ in layer] for layer in states]),
         input_names=["input_ids", *names],
         output_names=["logits", *outputs],
-        dynamo=True,
+        external_data=False,
         verbose=False,
     )
-    (target / "onnx").mkdir(parents=True, exist_ok=True)
-    program.save(target / "onnx" / "model.onnx")
     tokenizer.save_pretrained(target)
     model.generation_config.save_pretrained(target)
     config = {"model_type": "falcon_h1", "num_hidden_layers": len(states), "vocab_size": model.config.vocab_size}
     config["transformers.js_config"] = {"dtype": "fp32", "device": "wasm"}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    page = Path(__file__).with_name("browser.html").read_text(encoding="utf-8")
-    (Path(folder) / "index.html").write_text(page, encoding="utf-8")
+    shutil.copyfile(Path(__file__).with_name("browser.html"), target.with_name("index.html"))

@@ -215,15 +215,11 @@ def test_a_page_without_a_server(folder, browser, tmp_path):
     done = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"the packages of npm are not to be had: {done.stderr[-300:]}")
-    port = free_port()
-    command = [sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", tmp_path]
+    command = [sys.executable, "-m", "http.server", port := free_port(), "--directory", tmp_path]
     with serving(command, port, folder / "static.txt") as (address, _):
         tab = Tab(browser, address)
         tab.expect("Ready")
-        for name, value in {"New tokens": 30, "Temperature": 0}.items():
-            tab.page.get_by_role("spinbutton", name=name).fill(str(value))
-        tab.prompt.fill("The quick brown")
-        tab.press("Write")
+        tab.write("The quick brown", **{"New tokens": 30, "Temperature": 0})
         tab.expect("Read [0-9]+ tokens, wrote 30 in .* seconds", seconds=60)
         inputs = tokenizer("The quick brown", return_tensors="pt")
         expected = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0].tolist()
