@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from modeling_tnn import modeling_tnn, numerics, toeplitz_fused
+from modeling_tnn import modeling_tnn, numerics, tno_rtf, toeplitz_fused
 from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.parallel.sequence import SequenceParallel
@@ -142,8 +142,9 @@ def count_reading(args: PretrainArguments, config: TnnConfig, dtype: torch.dtype
     large = "" if on_cpu else "LARGE_"
     part = mock.patch.object(numerics, "LARGE_PART", getattr(numerics, f"{large}PART"))
     chunk = mock.patch.object(toeplitz_fused, "LARGE_CHUNK", getattr(toeplitz_fused, f"{large}CHUNK"))
+    poles = mock.patch.object(tno_rtf, "is_contracting", return_value=True)
     found = {"parameters": next(step).num_parameters()}
-    with pretended_gpus(1), part, chunk, FakeTensorMode(), memory:
+    with pretended_gpus(1), part, chunk, poles, FakeTensorMode(), memory:
         next(step)
         memory.peak = weights = memory.now
         _cache = next(step)

@@ -83,18 +83,19 @@ KINDS = {
     "attention": {"layer_types": ["full_attention"], "num_attention_heads": 2},
     "all": {"layer_types": ["explicit", "exponential", "full_attention"], "hidden_dropout_prob": 0.0},
 }
+RTF = {"tno_type": "rtf", "rtf_constraint": "l1_montel"}  # whose poles are looked at in a long prompt
 
 
 @pytest.mark.parametrize(
     ("kind", "length", "dtype", "on_cpu"),
     [("all", 3000, "bfloat16", True), *slow(*((kind, 20_000, "bfloat16", True) for kind in KINDS)),
-     *slow(("all", 20_000, "float32", True), ("all", 3000, "bfloat16", False))],
+     *slow(("all", 20_000, "float32", True), ("all", 3000, "bfloat16", False), ("rtf", 20_000, "float32", False))],
 )  # fmt: skip
 def test_counted_reading_is_measured(kind, length, dtype, on_cpu):
     """Also where the state is made from a long prompt. Of a CPU, the code of a CPU runs."""
     fields = {"num_hidden_layers": 1, "toeplitz_mixer": "hyena", "gtu_expansion": 1, "norm_type": "rmsnorm"}
     fields |= {"num_hidden_layers": 3} if kind == "all" else {}
-    config = TnnConfig(vocab_size=300, hidden_size=64, **fields | KINDS[kind])
+    config = TnnConfig(vocab_size=300, hidden_size=64, **fields | (KINDS | {"rtf": RTF})[kind])
     args = PretrainArguments(block_size=length, per_device_train_batch_size=2, learning_rate=1e-3)
     counted = plan.count_reading(args, config, getattr(torch, dtype), on_cpu)
     with nullcontext() if on_cpu else plan.pretended_gpus(1):
