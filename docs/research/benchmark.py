@@ -6,6 +6,7 @@ Example:
     python docs/research/benchmark.py training --lengths 512 2048 --output_file training.json --plot training.png
     python docs/research/benchmark.py training --ways "fused" "fused bf16"
     python docs/research/benchmark.py memory
+    python docs/research/benchmark.py lengths --output_file lengths.json
     python docs/research/benchmark.py generation --contexts 512 4096 --models rpe modal gpt2
     python docs/research/benchmark.py streaming --lengths 65536 262144
     python docs/research/benchmark.py state_size
@@ -38,6 +39,7 @@ MODELS = ["released", *DEPTHS, *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTI
 MODELS += ["gpt2", "llama", "mamba", "mamba2"]
 TNNS = ["rpe", "fd", "rtf", "modal", "rpe-no-decay", "hybrid", "attention"]
 COMPILED = [f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama")]
+LONG = ["rpe", "rpe decayed", "fd", "rtf", "hyena", "gpt2", "llama", "mamba2"]
 
 # Variants that each suite compares by default.
 WAYS = {
@@ -54,6 +56,7 @@ WAYS = {
     "decoding": [*FIELDS, *DOTS],
     "serving": list(FIELDS),
     "gpu": ["losses", "steps", "decoding", "products"],
+    "lengths": [f"{way}{end}" for way in LONG for end in ("", " compiled")],
 }  # fmt: skip
 DEFAULTS = {
     "training": ["released", "eager", "fused", "gpt2", "llama", "matmul"],
@@ -66,6 +69,7 @@ DEFAULTS = {
     "decoding": ["rpe-no-decay", "matmul", "vecdot"],
     "serving": ["rpe", "fd", "rtf", "modal"],
     "gpu": WAYS["gpu"],
+    "lengths": LONG,
 }
 # The options of each suite with their defaults.
 SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -88,6 +92,8 @@ OPTIONS = {
                 "prompts": [16, 64], "new_tokens": 128},
     # With `quick`, tiny sizes, in less than a minute on a CPU. No row begins after so many `minutes`.
     "gpu": {"parts": [], "output_dir": Path("outputs/gpu"), "quick": False, "minutes": 9.5},
+    "lengths": {"ways": [], **SIZES, "num_hidden_layers": 6, "vocab_size": 50265, "memory": 12.0, "seconds": 300.0,
+                "lengths": [8192, 32768, 131072, 524288, 1048576]},
 }  # fmt: skip
 
 
@@ -103,6 +109,8 @@ def parse_arguments() -> argparse.Namespace:
         suite.add_argument("--threads", type=int, default=1, help="CPU threads; with 1, CPU time is measured.")
         suite.add_argument("--output_file", type=Path)
         suite.set_defaults(plot=None)
+        if name == "lengths":
+            suite.add_argument("--passes", nargs="+", choices=("step", "prefill"), default=["step", "prefill"])
         if name in AXES:
             suite.add_argument("--plot", type=Path, help="PNG file for a picture.")
         for option, default in options.items():

@@ -1,6 +1,6 @@
 """Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, the
 folders of both packages, how the kernels of FD fall, the stable denominators of RTF, time and memory by state size, of
-classifiers by length and of a training step on a GPU, how small language models learn, and a forecast.
+classifiers by length, of a training step on a GPU and of long rows, how small language models learn, and a forecast.
 
 Example:
     python docs/research/draw.py
@@ -333,6 +333,27 @@ def draw_gpu_step():
     save(figure, "gpu-step")
 
 
+def draw_lengths(device: str):
+    """Time and memory of a training step and a prefill of one row, by length, if they were measured."""
+    if not (FIGURES / f"lengths/{device}.json").exists():
+        return
+    rows = load(f"lengths/{device}")["rows"]
+    figure, panels = pyplot.subplots(2, 2, figsize=(9.5, 6), sharex=True, layout="constrained")
+    for line, (key, label) in zip(
+        panels, {"milliseconds": "ms", "peak_mebibytes": "MiB at most"}.items(), strict=True
+    ):
+        for axes, (kind, title) in zip(line, {"step": "training step", "prefill": "prefill"}.items(), strict=True):
+            for way in dict.fromkeys(row["way"] for row in rows):
+                found = [row for row in rows if (row["way"], row["pass"]) == (way, kind) and key in row]
+                axes.plot([row["length"] for row in found], [row[key] for row in found], "o-", markersize=4, label=way)
+            axes.set(xscale="log", yscale="log", ylabel=label, title=title)
+            axes.set_xticks(lengths := sorted({row["length"] for row in rows}), [f"{length:,}" for length in lengths])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+    panels[0, 0].legend(fontsize=8)
+    save(figure, f"lengths-{device}")
+
+
 def plain_numbers(axes):
     """A logarithmic scale of perplexity whose marks are 60 and 200, not powers of ten."""
     axes.set(yscale="log")
@@ -405,6 +426,8 @@ def main():
     draw_long_range()
     draw_bubbles()
     draw_gpu_step()
+    draw_lengths("gpu")
+    draw_lengths("cpu")
 
 
 if __name__ == "__main__":

@@ -70,8 +70,7 @@ def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
     if "loss" in words:
         loss_of = torch.compile(plain_training_loss, dynamic=False)
     elif "compiled" in words:
-        regional = any(hasattr(module, "regions") for module in model.modules())
-        compile_regions(model, dynamic=False) if regional else model.base_model.compile(dynamic=False)
+        compile_model(model)
     model.config.use_cache = False
 
     def run():
@@ -80,6 +79,12 @@ def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
         loss.backward()
 
     return captured(run, model, args) if "captured" in words and args.device.startswith("cuda") else run
+
+
+def compile_model(model: PreTrainedModel):
+    """By regions, as `tnn pretrain` does, or as a whole where it has none."""
+    regional = any(hasattr(module, "regions") for module in model.modules())
+    compile_regions(model, dynamic=False) if regional else model.base_model.compile(dynamic=False)
 
 
 def captured(run: Callable[[], None], model: torch.nn.Module, args) -> Callable[[], None]:
