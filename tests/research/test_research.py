@@ -1,8 +1,13 @@
 """Benchmarks and experiments of `docs/research`, each run once, as a toy."""
 
+import argparse
 import json
+import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from importlib import import_module
 
 import pytest
@@ -13,6 +18,7 @@ from helpers.scripts import ROOT, table_rows, words
 sys.path.append(str(ROOT / "docs" / "research"))
 pytestmark = pytest.mark.slow
 suites, gpu, gpu_models = map(import_module, ("benchmark", "suites.gpu", "suites.gpu_models"))
+lengths, gpus = map(import_module, ("suites.lengths", "gpu"))
 
 
 @pytest.fixture
@@ -91,7 +97,8 @@ def test_experiments_for_a_gpu(tmp_path):
     rows = [" ".join(f"word{(17 * i + j) % 97}" for j in range(300)) for i in range(12)]
     for split in ("train", "validation"):
         Dataset.from_dict({"text": rows}).to_parquet(tmp_path / f"{split}.parquet")
-    names = ["lm-hybrid-1e-3", "lm-mamba2-1e-3", "copying-64", "fd-speed", "long-range", "state-size", "lra-listops"]
+    names = ["lm-hybrid-1e-3", "lm-mamba2-1e-3", "copying-64", "fd-speed", "long-range", "state-size", "lengths"]
+    names += ["lra-listops-s4d-0"]
     command = [sys.executable, ROOT / "docs" / "research" / "gpu.py", "--quick", "--minutes", "60", "--text", tmp_path]
     for attempt in range(2):
         command_of = [*command, "--output_dir", tmp_path / "out", "--only", *names]
@@ -101,3 +108,68 @@ def test_experiments_for_a_gpu(tmp_path):
     records = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in names}
     assert all(records[name]["figures"]["steps"] == 2 for name in names[:2])
     assert records["fd-speed"]["quick"] and records["fd-speed"]["device"] == "cpu"
+
+
+LENGTHS = ["--hidden_size", "64", "--num_hidden_layers", "1", "--vocab_size", "100", "--passes", "prefill", "--ways"]
+
+
+def test_lengths_go_on_and_say_where_a_model_stops(measure, tmp_path):
+    """What is in the file is not measured again. Out of memory or time is a row, after which a model has none."""
+    ways = [*LENGTHS, "rpe", "gpt2", "--memory", 2]
+    assert len(measure("lengths", *ways, "--lengths", 16)[0]) == 2
+    file = tmp_path / "figures.json"
+    file.write_text(file.read_text().replace('"milliseconds": ', '"milliseconds": 1e9, "seen": '))
+    rows, _ = measure("lengths", *ways, "--vocab_size", 100, "--lengths", 16, 4_000_000, 8_000_000)
+    found = {(row["way"], row["length"]): row for row in rows}
+    assert len(found) == len(rows) == 4 and all(found[way, 16]["milliseconds"] == 1e9 for way in ("rpe", "gpt2"))
+    assert all("memory" in found[way, 4_000_000]["error"] for way in ("rpe", "gpt2"))
+    assert found["rpe", 4_000_000]["planned_mebibytes"] > 2048 and found["gpt2", 16]["peak_mebibytes"] > 0
+    with pytest.raises(SystemExit):
+        measure("lengths", *ways, "--hidden_size", 128, "--lengths", 16)
+    assert lengths.apart(10, endless, time.sleep) == {"known": 1, "error": "stopped after 10 s"}
+    assert lengths.apart(100, endless, os._exit) == {"known": 1, "error": "the process ended with 100"}
+
+
+def endless(end):
+    yield {"known": 1}
+    end(100)
+
+
+def test_a_training_that_time_ends_twice_has_the_figures_of_one_without_a_stop(tmp_path, monkeypatch):
+    rows = [" ".join(f"word{(17 * i + j * j) % 97}" for j in range(300)) for i in range(12)]
+    for split in ("train", "validation"):
+        Dataset.from_dict({"text": rows}).to_parquet(tmp_path / f"{split}.parquet")
+    experiment = gpus.language_model("rpe", "4e-3")
+    quick = (*experiment.quick, "--config_overrides", f"{gpus.TINY['tnn']},hidden_dropout_prob=0.1", "--max_steps", 40)
+    quick += ("--eval_steps", 16, "--checkpointing_steps", 40, "--logging_steps", 1)
+    monkeypatch.setattr(gpus, "experiments", lambda: {"lm": experiment._replace(quick=quick)})
+    args = argparse.Namespace(text=tmp_path, corpus=None, lra=None, quick=True, jobs=1)
+    gpus.prepare(tmp_path)
+
+    def train(folder: str, stops: tuple[int, ...] = ()) -> dict:
+        args.output_dir = tmp_path / folder
+        for stop in stops:
+            assert "goes on with it" in gpus.run("lm", args, AtStep(tmp_path / folder / "lm.log", stop))
+        gpus.run("lm", args, threading.Event())
+        return json.loads((tmp_path / folder / "lm.json").read_text())["figures"]
+
+    whole, parts = train("whole"), train("parts", (8, 20))
+    for name in ("evaluations", "perplexity_before", "perplexity", "best_step", "steps", "tokens"):
+        assert whole[name] == parts[name], name
+    *_, last = (tmp_path / "parts" / "lm.log").read_text().split("Continue with")
+    assert min(steps_in(last)) >= 20
+
+
+class AtStep(threading.Event):
+    """Set when the log of a training shows a step."""
+
+    def __init__(self, log, step: int):
+        super().__init__()
+        self.log, self.step = log, step
+
+    def wait(self, timeout=None):
+        return max(steps_in(self.log.read_text()), default=0) >= self.step or super().wait(timeout)
+
+
+def steps_in(log: str) -> list[int]:
+    return [int(step) for step in re.findall(r" (\d+)/40 ", log)]
