@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import threading
-import time
 from importlib import import_module
 
 import pytest
@@ -18,7 +16,7 @@ from helpers.scripts import ROOT, table_rows, words
 sys.path.append(str(ROOT / "docs" / "research"))
 pytestmark = pytest.mark.slow
 suites, gpu, gpu_models = map(import_module, ("benchmark", "suites.gpu", "suites.gpu_models"))
-lengths, gpus = map(import_module, ("suites.lengths", "gpu"))
+lengths, gpus, debian_texts = map(import_module, ("suites.lengths", "gpu", "debian_texts"))
 
 
 @pytest.fixture
@@ -126,13 +124,9 @@ def test_lengths_go_on_and_say_where_a_model_stops(measure, tmp_path):
     assert found["rpe", 4_000_000]["planned_mebibytes"] > 2048 and found["gpt2", 16]["peak_mebibytes"] > 0
     with pytest.raises(SystemExit):
         measure("lengths", *ways, "--hidden_size", 128, "--lengths", 16)
-    assert lengths.apart(10, endless, time.sleep) == {"known": 1, "error": "stopped after 10 s"}
-    assert lengths.apart(100, endless, os._exit) == {"known": 1, "error": "the process ended with 100"}
-
-
-def endless(end):
-    yield {"known": 1}
-    end(100)
+    for end, error in (("time').sleep(100)", "stopped after 10 s"), ("os')._exit(3)", "the process ended with 3")):
+        steps = ["{'known': 1}", f"__import__('{end}"]
+        assert lengths.apart(10, map, eval, steps) == {"known": 1, "error": error}
 
 
 def test_a_training_that_time_ends_twice_has_the_figures_of_one_without_a_stop(tmp_path, monkeypatch):
@@ -173,3 +167,16 @@ class AtStep(threading.Event):
 
 def steps_in(log: str) -> list[int]:
     return [int(step) for step in re.findall(r" (\d+)/40 ", log)]
+
+
+def test_a_text_of_packages_has_each_long_paragraph_once():
+    page = b"<html><head>x</head><body><nav>menu</nav><p>one &amp; <b>two</b></p><!-- no --><p>three</p></body></html>"
+    assert debian_texts.content("a.html", page) == "one & two\n\nthree"
+    assert debian_texts.content("a.c", b"\xff") is None and debian_texts.content("a.js", b"x" * 1000) is None
+    licence, code = "This is free software. " * 10, "x = 1"
+    documents = {f"{name}.py": "\n\n".join([licence, code, f"{name} " * 100]) for name in "abc"}
+    found = debian_texts.chosen(documents, set())
+    assert list(found) == sorted(documents, key=debian_texts.key)
+    assert [licence in text for text in found.values()] == [True, False, False]
+    assert all(code in text for text in found.values())
+    assert debian_texts.rows_of(found)["source"] == list(found)
