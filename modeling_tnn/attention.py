@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from .cache_tnn import cache_argument
 from .configuration_tnn import FULL, SLIDING
-from .linear import apply_linear
+from .linear import apply_linear, apply_together
 from .numerics import without_narrowing
 from .packing import Batches
 from .recurrence import check_rows, refuse_backward
@@ -34,6 +34,8 @@ MASKS = {
 
 class TnnAttention(nn.Module):
     """A token mixer: softmax attention with grouped heads."""
+
+    together, joined = ("q_proj", "k_proj", "v_proj"), None  # as in the GTU
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -54,7 +56,9 @@ class TnnAttention(nn.Module):
         The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
         """
         masks, rotation = context.attention_inputs
-        projected = (apply_linear(layer, hidden_states) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        joined = self.joined if context.past_length is None else None
+        layers = self.q_proj, self.k_proj, self.v_proj
+        projected = apply_together(apply_linear, layers, hidden_states, joined)
         # (B, H, L, d_h), and twice with G; of divided projections, the heads of this process
         query, key, value = (one.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in projected)
         if rotation is not None:

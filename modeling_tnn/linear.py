@@ -48,14 +48,18 @@ def channel_major(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return y.t().view(*x.shape[:-1], len(weight))
 
 
-def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """`apply(layer, x)` for each of several layers, with biases or without; in the graph of a step, by one product."""
-    recorded = is_traced() and not is_exported() and torch.is_grad_enabled()
-    if not (recorded and x.shape[-2] > 1 and all(map(is_plain_linear, layers))):
+def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor, joined: tuple | None = None):
+    """`apply(layer, x)` for each of several layers, with biases or without; in the graph of a step, by one product.
+
+    `joined` are weight and bias of all layers as one, if they lie in memory so, see `compile/static_cache.py`.
+    """
+    recorded = is_traced() and not is_exported() and (joined or (torch.is_grad_enabled() and x.shape[-2] > 1))
+    if not (recorded and all(map(is_plain_linear, layers))):
         return [apply(layer, x) for layer in layers]
-    # In their own dtype: autocast converts the result, in one launch, and one its gradient. Elsewhere, the copy of the
-    # weights would take longer than it saves.
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    product = channel_major if apply is apply_channel_major else nn.functional.linear
-    return product(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+    if joined is None:
+        # In their own dtype: autocast converts the result, in one launch, and one its gradient. Elsewhere, the copy of
+        # the weights would take longer than it saves.
+        biases = [layer.bias for layer in layers]
+        joined = torch.cat([layer.weight for layer in layers]), None if biases[0] is None else torch.cat(biases)
+    product = channel_major if apply is apply_channel_major and x.shape[-2] > 1 else nn.functional.linear
+    return product(x, *joined).split([layer.out_features for layer in layers], dim=-1)

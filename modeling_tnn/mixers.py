@@ -55,6 +55,8 @@ from .toeplitz_fused import NO_GATE, Gate
 class TnnGatedToeplitzUnit(nn.Module):
     """The token mixer: a Toeplitz operator inside a gate."""
 
+    together, joined = ("u_proj", "v_proj"), None  # what a step computes as one, see `linear.apply_together`
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         bias = not config.output_biases_only
@@ -69,7 +71,8 @@ class TnnGatedToeplitzUnit(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
-        u, v = apply_together(apply_channel_major, (self.u_proj, self.v_proj), hidden_states)  # (B, L, D) each
+        joined = self.joined if context.past_length is None else None
+        u, v = apply_together(apply_channel_major, (self.u_proj, self.v_proj), hidden_states, joined)  # (B, L, D) each
         gated = mix_tokens(self.tno, v, Gate(u, self.act, context.mask), context)  # (B, L, D)
         return apply_linear(self.o_proj, self.norm(gated))
 

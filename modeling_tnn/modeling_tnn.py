@@ -83,6 +83,8 @@ EMBEDDING_POWERS = {"torch": -0.5, "normal_gtu": -0.5, "small_embeddings": -0.75
 class TnnGatedLinearUnit(nn.Module):
     """The channel mixer: a gated linear unit, or with `mlp_act` an MLP, which has no gate."""
 
+    together, joined = ("gate_proj", "up_proj"), None  # as in the GTU
+
     def __init__(self, config: TnnConfig):
         super().__init__()
         gated, bias = config.mlp_act is None, not config.output_biases_only
@@ -93,17 +95,17 @@ class TnnGatedLinearUnit(nn.Module):
         self.act = ACT2FN[config.hidden_act if gated else config.mlp_act]
         self.implementation, self.width = config.tno_implementation, config.intermediate_size
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: LayerContext = NO_CONTEXT) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
         rows, length = hidden_states.shape[:2]
-        width = rows * self.width
-        return by_parts(lambda chosen: self.mix(hidden_states[:, chosen]), length, width, hidden_states, dim=1)
+        width, joined = rows * self.width, self.joined if context.past_length is None else None
+        return by_parts(lambda chosen: self.mix(hidden_states[:, chosen], joined), length, width, hidden_states, dim=1)
 
-    def mix(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def mix(self, hidden_states: torch.Tensor, joined: tuple | None) -> torch.Tensor:
         """The same for some of the positions."""
         if self.gate_proj is None:
             return apply_linear(self.down_proj, self.act(apply_linear(self.up_proj, hidden_states)))
-        gate, up = apply_together(apply_linear, (self.gate_proj, self.up_proj), hidden_states)
+        gate, up = apply_together(apply_linear, (self.gate_proj, self.up_proj), hidden_states, joined)
         return apply_linear(self.down_proj, activated_product(gate, up, self.act, self.implementation))
 
 
@@ -143,7 +145,7 @@ class TnnBlock(GradientCheckpointingLayer):
             return self.dropout(self.attention(x, context)[0] if self.mixer is None else self.mixer(x, context))
 
         def mix_channels(x):
-            return self.dropout(self.glu(x))
+            return self.dropout(self.glu(x, context))
 
         norms = (self.attention_norm if self.mixer is None else self.mixer_norm, self.glu_norm)
         mixer_norm, glu_norm = (with_mask(norm, context.mask) for norm in norms)

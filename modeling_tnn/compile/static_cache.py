@@ -1,8 +1,11 @@
 """Decoding steps of one fixed shape, so that `torch.compile` records one graph for all of them, or a CUDA graph.
 
-B batch, D channels, C places of the history, H tokens of a block. A step reads and writes tensors alone:
+B batch, D channels, C places of the history, H tokens of a block, b of a tile, N order. A step reads and writes
+tensors alone:
 
     history    (B, D, C)   the newest values, the new one at `slot`
+    recent     (B, D, b)   those of the tile once more, or (B, D, N) a ring of the N newest. A kernel reads and writes
+                           all of them, where the history would take one to read values and one to write another
     future     (B, D, H)   what the inputs before the block add to its outputs
     cursor     (2,)        `slot`, and `position` in the block
 
@@ -25,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
 from ..attention import mask_of
@@ -32,6 +36,7 @@ from ..cache_tnn import TnnCacheLayer, cache_of, check_cache, is_toeplitz, past_
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
 from ..inputs import check_attention_mask, token_positions
+from ..linear import is_plain_linear
 from ..numerics import is_on_host, is_traced
 from ..recurrence import DecodingState, FilterRecurrence, Recurrence
 from ..tno import LayerContext
@@ -40,6 +45,9 @@ from ..toeplitz_fused import NO_GATE, Gate
 
 # The base tile in steps of fixed shape, which read a whole tile for each token, one number at a time on the CPU.
 FIXED_BASE = 16
+
+# The most bytes of values that a step writes again to write one of them: in less time than a kernel takes to start.
+SMALL_RING = 2**22
 
 
 class Places(threading.local):
@@ -115,6 +123,7 @@ class FixedState(DecodingState):
         if not is_traced():
             self.retract()
         if not self.is_ready:
+            self.tensors.pop("recent", None)
             return super().decode(operator, v, gate)
         self.is_ready, recurrence = False, self.recurrence
         inputs = gate.inputs(v)
@@ -133,6 +142,11 @@ class FixedState(DecodingState):
         self.retract()
         super().select(choose)
 
+    def crop(self, count: int):
+        """As for `DecodingState`."""
+        self.tensors.pop("recent", None)
+        super().crop(count)
+
     def leave(self):
         """Take the state out of its places, which another one gets."""
         self.cursor = self.constants = self.computed = None
@@ -141,7 +155,7 @@ class FixedState(DecodingState):
     def _pin(self, places: Places):
         """Keep the tensors of a step at their places. `future` and `ahead` are exchanged when a block begins."""
         self.history.buffer = places.put("buffer", self.history.buffer)
-        blocks = {name: self.tensors[name] for name in ("future", "ahead") if name in self.tensors}
+        blocks = {name: self.tensors[name] for name in ("future", "ahead", "recent") if name in self.tensors}
         if any(one is not places.tensors.get(name) for name, one in blocks.items()):
             copies = {name: one.clone() for name, one in blocks.items()}
             self.tensors |= {name: places.put(name, one) for name, one in copies.items()}
@@ -189,38 +203,65 @@ def begin_blocks(recurrence: FilterRecurrence, state: FixedState, like: torch.Te
     recurrence.make_ready(state, like)
 
 
+def make_tile_ready(recurrence: FilterRecurrence, state: FixedState, like: torch.Tensor):
+    """Fill a block that begins, and have the newest values at their places in the tile."""
+    begin_blocks(recurrence, state, like)
+    if "recent" not in state.tensors:
+        count = state.counters.position % recurrence.base
+        state.tensors["recent"] = pad(state.history.last(count), (0, recurrence.base - count))  # (B, D, b)
+
+
 def filter_step(recurrence: FilterRecurrence, state: FixedState, x: torch.Tensor) -> torch.Tensor:
-    """The dot product runs over all base tokens. Those before the tile, and lags beyond the kernel, count as 0."""
-    buffer, (slot, position) = state.history.buffer, state.cursor.unbind()
-    buffer.index_copy_(2, slot[None], x)
-    lags = torch.arange(recurrence.base - 1, -1, -1, device=x.device)  # (b,)
-    places = torch.where(lags > slot, slot - lags + buffer.shape[-1], slot - lags)
-    counts = lags <= position % recurrence.base
-    counts = counts if recurrence.taps is None else counts & (lags < recurrence.taps)
-    added = torch.where(counts, buffer[..., places.clamp(min=0)] * state.constants[0], 0)  # (B, D, b)
+    """The dot product runs over all places of the tile. Those of later tokens count as 0."""
+    (slot, position), base = state.cursor.unbind(), recurrence.base
+    place, places = position % base, torch.arange(base, device=x.device)  # (b,)
+    recent = torch.where(places == place, x, state.tensors["recent"])  # (B, D, b)
+    head = state.constants[0][:, (places - place + base - 1).clamp(max=base - 1)]  # (D, b)
+    added = torch.where(places <= place, recent * head, 0)  # (B, D, b)
+    state.tensors["recent"].copy_(recent)
+    state.history.buffer.index_copy_(2, slot[None], x)
     return state.tensors["future"][..., position[None]] + added.sum(-1, keepdim=True)
 
 
-def check_newest(recurrence: CompanionRecurrence, state: FixedState, like: torch.Tensor):
-    """Check the newest value, as `CompanionRecurrence.step` does."""
+def make_newest_ready(recurrence: CompanionRecurrence, state: FixedState, like: torch.Tensor):
+    """Check the newest value, as `CompanionRecurrence.step` does, and have the newest values in a ring if it is small.
+
+    A step writes all of a ring, so that reading and writing are one kernel. A large one would take longer than another
+    kernel for the one value.
+    """
     end_block(state)
+    order, held = recurrence.order, state.history.buffer
     if is_on_host(like) or state.length % CHECK_EVERY == 0:
         recurrence.check_finite(state.history.last(1))
+    if "recent" not in state.tensors and held[..., :order].nbytes <= SMALL_RING:
+        state.tensors["recent"] = state.history.last(order).roll(state.length % order, -1)  # (B, D, N)
+    state.counters.position = state.length % order
 
 
 def companion_step(recurrence: CompanionRecurrence, state: FixedState, x: torch.Tensor) -> torch.Tensor:
-    """The N newest values come from their places in the buffer."""
-    buffer, slot = state.history.buffer, state.cursor[0]
-    places = slot - torch.arange(recurrence.order, 0, -1, device=x.device)  # (N,)
-    past = buffer[..., torch.where(places < 0, places + buffer.shape[-1], places)]  # (B, D, N)
-    y, newest = recurrence.next_value(past, x, *state.constants)
+    """The N newest values come from their places in the ring, or else in the buffer."""
+    (slot, place), order = state.cursor.unbind(), recurrence.order
+    buffer, recent, places = state.history.buffer, state.tensors.get("recent"), torch.arange(order, device=x.device)
+    if recent is None:
+        places = slot - order + places  # (N,)
+        past = buffer[..., torch.where(places < 0, places + buffer.shape[-1], places)]  # (B, D, N)
+        y, newest = recurrence.next_value(past, x, *state.constants)
+    else:
+        denominator, numerator, direct = state.constants
+        older = (places - place) % order  # (N,): 0 for the oldest one, as in the coefficients
+        y, newest = recurrence.next_value(recent, x, denominator[:, older], numerator[:, older], direct)
+        recent.copy_(torch.where(places == place, newest, recent))
     buffer.index_copy_(2, slot[None], newest)
     return y
 
 
 FORMS = {
-    FilterRecurrence: FixedForm(begin_blocks, lambda recurrence, like: (recurrence.reversed_head(like),), filter_step),
-    CompanionRecurrence: FixedForm(check_newest, lambda recurrence, like: recurrence.coefficients, companion_step),
+    FilterRecurrence: FixedForm(
+        make_tile_ready, lambda recurrence, like: (recurrence.reversed_head(like),), filter_step
+    ),
+    CompanionRecurrence: FixedForm(
+        make_newest_ready, lambda recurrence, like: recurrence.coefficients, companion_step
+    ),
 }
 
 
@@ -265,6 +306,8 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
                 operator = operator.local_operator() if operator.local_operator else operator
                 state.bind_operator(operator, layer.device)
                 prepared.append((state, operator, state.prepare(operator, layer.max_cache_len)))
+        if any(state.cursor is None for state, *_ in prepared):  # a sequence begins
+            join_layers(model)
         write_cursors(prepared)
     positions = None
     if model.reads_positions:
@@ -284,6 +327,28 @@ def masks_of_step(model: nn.Module, cache: Cache, tokens: torch.Tensor, mask: to
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose strides follow from its shape. A slice of one row counts as contiguous whatever its strides."""
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def join_layers(model: nn.Module):
+    """Lay the weights of layers that a step applies together one after the other in memory, and their biases."""
+    for part in model.modules():
+        layers = [getattr(part, name) for name in getattr(part, "together", ())]
+        if layers and all(map(is_plain_linear, layers)):
+            pairs = zip(("weight", "bias"), part.joined or (None, None), strict=True)
+            part.joined = tuple(in_one([getattr(layer, name) for layer in layers], whole) for name, whole in pairs)
+
+
+def in_one(parts: list[torch.Tensor], whole: torch.Tensor | None) -> torch.Tensor | None:
+    """`parts` as one tensor, in which they lie from then on: `whole` if they already do, and None without parts."""
+    if parts[0] is None:
+        return None
+    sizes = [len(part) for part in parts]
+    if whole is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(parts, whole.split(sizes), strict=True)):
+        whole = torch.cat(parts).detach()
+        torch._dynamo.mark_static_address(whole)
+        for part, piece in zip(parts, whole.split(sizes), strict=True):
+            part.data = piece
+    return whole
 
 
 def can_be_prepared(layer) -> bool:

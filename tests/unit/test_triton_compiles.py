@@ -3,8 +3,11 @@
 `make test-slow` runs these. Nothing is executed: Triton brings NVIDIA's assembler with it.
 """
 
+import argparse
 import re
 import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402 - it needs triton
 from triton.compiler import ASTSource  # noqa: E402 - as above
 
+from helpers.scripts import ROOT  # noqa: E402 - as above
 from modeling_tnn.kernels import loss_triton  # noqa: E402 - as above
 from modeling_tnn.kernels import triton as kernels  # noqa: E402 - as above
 
@@ -124,3 +128,24 @@ def test_loss(write, dtype, device, tmp_path):
     used = usage(built, tmp_path)
     assert used["STACK"] == 0 and used["REG"] <= 2**16 // 1024
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.asm["ptx"])) == (1 + write) * (1 + (dtype == "fp32"))
+
+
+@pytest.fixture(scope="module")
+def counts():
+    sys.path.append(str(ROOT / "docs" / "research"))
+    counts = import_module("kernel_counts")
+    counts.add_guard()
+    return counts
+
+
+# Models -> kernels of a layer in a decoding step, its matrix products among them, and those beside the layers.
+STEPS = {"rpe": (8, 4, 2), "rtf": (8, 4, 2), "hyena": (9, 4, 2), "gpt2": (10, 4, 5)}
+
+
+@pytest.mark.parametrize("name", ["rpe", "rtf", "gpt2"])
+def test_kernels_of_a_step(name, counts):
+    """Everything between two products is one kernel: a norm, the state with its gate, or an activation."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99, "device": "cpu", "decay": 0.99}
+    kernels, (layer, products, beside) = counts.kernels_of_step(name, 2, argparse.Namespace(**sizes)), STEPS[name]
+    assert sum("mm" in kernel for kernel in kernels) == 2 * products + 1
+    assert len(kernels) == 2 * layer + beside, kernels
