@@ -132,8 +132,8 @@ class HistoryBuffer:
             return 0 if count == wanted else LONG_ROOM
         return ROOM
 
-    def freeze_capacity(self, longest: int | None):
-        """Give the buffer the length that it keeps for single values, `longest` in all, and make room for one."""
+    def freeze_capacity(self, longest: int | None, count: int = 1):
+        """Give the buffer the length that it keeps for single values, `longest` in all, and make room for `count`."""
         self.is_fixed = True
         capacity = self.buffer.shape[-1]
         if self.is_ring:
@@ -144,17 +144,17 @@ class HistoryBuffer:
             slots = max(longest or 0, capacity) if self.wanted is None else self.wanted + ROOM
         if capacity != slots:
             self.move(slots)
-        self.make_room(1, self.wanted)
+        self.make_room(count, self.wanted)
 
-    def next_slot(self) -> int:
-        """Count a value that the caller writes at the slot returned. `freeze_capacity` has made room for it."""
+    def next_slots(self, count: int) -> list[int]:
+        """Count values that the caller writes at the slots returned. `freeze_capacity` has made room for them."""
         self.previous, capacity = (self.end, self.held), self.buffer.shape[-1]
-        slot = self.end % capacity
-        self.end, self.held = slot + 1, min(self.held + 1, capacity)
-        return slot
+        slots = [(self.end + i) % capacity for i in range(count)]
+        self.end, self.held = slots[-1] + 1, min(self.held + count, capacity)
+        return slots
 
-    def release_slot(self):
-        """Take back the count of `next_slot`, before the value is written."""
+    def release_slots(self):
+        """Take back the count of `next_slots`, before the values are written."""
         self.end, self.held = self.previous
 
     def insert_rows(self, other: "HistoryBuffer", rows: list[int], count: int):

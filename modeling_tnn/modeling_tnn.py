@@ -14,7 +14,9 @@ Padding: v is set to zero at masked positions after its projection and activatio
 Toeplitz product, which depends only on differences of positions.
 """
 
+import inspect
 from collections import OrderedDict
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin, MaxLengthCriteria
+from transformers.generation import GenerationMixin, MaxLengthCriteria, StopStringCriteria
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -526,6 +528,13 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
             check_tokens(input_ids, None, self.get_input_embeddings(), self.config)
             if len(input_ids) == 0:
                 return input_ids
+        custom = kwargs.get("custom_generate")
+        if callable(custom):  # transformers keeps streamers and tokenizers for its own loops
+            if "streamer" in inspect.signature(custom).parameters:
+                kwargs["custom_generate"] = partial(custom, streamer=kwargs.get("streamer"))
+            if kwargs.get("stop_strings") and kwargs.get("tokenizer"):
+                stops = StopStringCriteria(kwargs.pop("tokenizer"), kwargs.pop("stop_strings"))
+                kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), stops]
         return super().generate(inputs, *args, **with_cache_as(CACHE, kwargs))
 
     # transformers ends texts at `max_position_embeddings` unless told where, and warns of them. No length is a limit.

@@ -12,7 +12,8 @@ tensors alone:
 Python's counters choose transforms, blocks and places, and a graph that reads them would hold for one token. So
 `prepare_step` does before each step what depends on them: it fills a block that begins, makes room for a value, counts
 the token, and writes the cursor. `generate` calls it in `prepare_inputs_for_generation`, outside of the graph. A step
-that is not compiled takes the count back and goes the usual way, which reads less.
+that is not compiled takes the count back and goes the usual way, which reads less. Tokens of one tile can be prepared
+together, and their steps read a table of cursors (`compile/token_loop.py`).
 
 A CUDA graph is recorded again for other addresses. So the tensors that a step reads have places that stay the same,
 from token to token and from sequence to sequence. They belong to the operator, and hold the sequence of the last step.
@@ -56,6 +57,7 @@ class Places(threading.local):
     def __init__(self):
         self.tensors: dict[str, torch.Tensor] = {}
         self.holds = lambda: None  # a weak reference
+        self.graphs: dict = {}  # recorded launches that read and write them
 
     def give(self, state: "FixedState"):
         """Bind the buffers to a state. The one that used them gets copies, because its cache may still be in use."""
@@ -87,6 +89,9 @@ class FixedState(DecodingState):
     """A state in tensors whose shapes and addresses stay the same from token to token."""
 
     is_ready: bool = False  # whether `prepare` has been called for the next token
+    in_launch: bool = False  # whether it was for all tokens of a launch, which has not ended
+    prepared: int = 0  # the number of tokens that were counted
+    checked: int = 0  # the number of tokens at the last check for values that are not finite
     cursor: torch.Tensor | None = None  # see above
     constants: tuple[torch.Tensor, ...] | None = None  # what a step reads of the operator, in their places
     computed: tuple[torch.Tensor, ...] | None = None  # the tensors that `constants` were copied from
@@ -96,46 +101,61 @@ class FixedState(DecodingState):
         self.retract()
         return super().__getstate__() | dict.fromkeys(("cursor", "constants", "computed"))
 
-    def prepare(self, operator, max_cache_len: int | None) -> tuple[int, int]:
-        """Do what the next step needs besides tensor operations, and count its token. Return slot and position.
+    def begin(self, operator, device: torch.device):
+        """Do what the next step needs besides tensor operations, but for its places."""
+        self.retract()
+        self.bind_operator(operator, device)
+        self.build()
+        form_of(self.recurrence).make_ready(self.recurrence, self, self.history.buffer[..., :1])
+
+    def room(self) -> int:
+        """The most tokens that can be prepared together after `begin`: those of a tile, as far as the filter goes."""
+        tile = FIXED_BASE - self.counters.position % FIXED_BASE
+        if isinstance(self.recurrence, FilterRecurrence):
+            try:
+                self.recurrence.operator.require_positions(self.length + tile)
+            except ValueError:
+                return 1  # the filter ends in this tile
+        return tile
+
+    def prepare(self, operator, max_cache_len: int | None, count: int = 1) -> list[tuple[int, int]]:
+        """Count the next `count` tokens after `begin`. Return their slots and positions.
 
         `max_cache_len` is the number of tokens of the whole sequence, which bounds the places for a long kernel.
         """
-        self.retract()
-        self.build()
-        like = self.history.buffer[..., :1]
-        form = form_of(self.recurrence)
-        form.make_ready(self.recurrence, self, like)
+        like, form = self.history.buffer[..., :1], form_of(self.recurrence)
         places = PLACES.get(operator) or PLACES.setdefault(operator, Places())
         places.give(self)
         computed = form.constants(self.recurrence, like)
         if self.computed is None or any(new is not old for new, old in zip(computed, self.computed, strict=True)):
             constants = (places.put(f"constant {i}", one.clone()) for i, one in enumerate(computed))
             self.computed, self.constants = computed, tuple(constants)
-        self.history.freeze_capacity(max_cache_len)
+        self.history.freeze_capacity(max_cache_len, count)
         self._pin(places)
-        self.is_ready = True
-        self.length, self.counters.position = self.length + 1, self.counters.position + 1
-        return self.history.next_slot(), self.counters.position - 1
+        self.is_ready, self.prepared = True, count
+        position = self.counters.position
+        self.length, self.counters.position = self.length + count, position + count
+        return [(slot, position + i) for i, slot in enumerate(self.history.next_slots(count))]
 
     def decode(self, operator, v: torch.Tensor, gate: Gate = NO_GATE) -> torch.Tensor:
         """As for `DecodingState`. A compiled step of one token after `prepare` has a fixed shape."""
-        if not is_traced():
-            self.retract()
-        if not self.is_ready:
-            self.tensors.pop("recent", None)
-            return super().decode(operator, v, gate)
-        self.is_ready, recurrence = False, self.recurrence
-        inputs = gate.inputs(v)
+        if not self.in_launch:
+            if not is_traced():
+                self.retract()
+            if not self.is_ready:
+                self.tensors.pop("recent", None)
+                return super().decode(operator, v, gate)
+            self.is_ready = False
+        inputs, recurrence = gate.inputs(v), self.recurrence
         y = form_of(recurrence).step(recurrence, self, recurrence.channel_major(inputs))  # (B, D, 1)
         return gate.apply(self.outputs(y).to(inputs.dtype), operator.implementation)
 
     def retract(self):
-        """Take back the count of a token that `prepare` has counted and no step has used."""
+        """Take back the count of tokens that `prepare` has counted and no step has used."""
         if self.is_ready:
             self.is_ready = False
-            self.history.release_slot()
-            self.length, self.counters.position = self.length - 1, self.counters.position - 1
+            self.history.release_slots()
+            self.length, self.counters.position = self.length - self.prepared, self.counters.position - self.prepared
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
         """As for `DecodingState`."""
@@ -196,10 +216,14 @@ class FixedForm(NamedTuple):
 
 
 def begin_blocks(recurrence: FilterRecurrence, state: FixedState, like: torch.Tensor):
-    """Fill a block that begins. If its tiles have another size than those of fixed steps, a new one begins."""
+    """Fill a block that begins. If its tiles have another size than those of fixed steps, a new one begins.
+
+    A block is whole tiles: the tiles of all layers begin together.
+    """
     if recurrence.base > FIXED_BASE:
         recurrence.base, recurrence._head = FIXED_BASE, None
         state.tensors.pop("future", None)
+    state.counters.block = -(-state.counters.block // FIXED_BASE) * FIXED_BASE
     recurrence.make_ready(state, like)
 
 
@@ -231,7 +255,8 @@ def make_newest_ready(recurrence: CompanionRecurrence, state: FixedState, like: 
     """
     end_block(state)
     order, held = recurrence.order, state.history.buffer
-    if is_on_host(like) or state.length % CHECK_EVERY == 0:
+    if is_on_host(like) or state.length - state.checked >= CHECK_EVERY:
+        state.checked = state.length
         recurrence.check_finite(state.history.last(1))
     if "recent" not in state.tensors and held[..., :order].nbytes <= SMALL_RING:
         state.tensors["recent"] = state.history.last(order).roll(state.length % order, -1)  # (B, D, N)
@@ -241,6 +266,7 @@ def make_newest_ready(recurrence: CompanionRecurrence, state: FixedState, like: 
 def companion_step(recurrence: CompanionRecurrence, state: FixedState, x: torch.Tensor) -> torch.Tensor:
     """The N newest values come from their places in the ring, or else in the buffer."""
     (slot, place), order = state.cursor.unbind(), recurrence.order
+    place = place % order
     buffer, recent, places = state.history.buffer, state.tensors.get("recent"), torch.arange(order, device=x.device)
     if recent is None:
         places = slot - order + places  # (N,)
@@ -285,43 +311,56 @@ def open_step(context: LayerContext, tokens: torch.Tensor, position_ids: torch.T
 
 def prepare_step(model: nn.Module, inputs: dict) -> dict:
     """The `inputs` of a pass of a `TnnModel`, of fixed shape if they are one token for a static cache, made ready."""
-    tokens, cache = inputs.get("input_ids"), cache_of(inputs)
-    layers = getattr(cache, "layers", None) or [None]
-    if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not all(map(can_be_prepared, layers)):
+    tokens, cache, mask = inputs.get("input_ids"), cache_of(inputs), inputs.get("attention_mask")
+    is_token = tokens is not None and tokens.shape[1] == 1
+    if not is_token or torch.is_grad_enabled() or not takes_fixed_steps(model, cache, tokens):
         return inputs
-    # Offloaded states and weights are there in a forward pass alone. A block's first parameter tells for all of them.
-    if cache.offloading or (not tokens.is_meta and any(next(block.parameters()).is_meta for block in model.layers)):
-        return inputs
-    # The states are written in place later, also outside of inference mode.
-    with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
-        check_cache(cache, model)
-        layers = cache.layers[: len(model.layers)]
-        length = past_length(layers)
-        mask = inputs.get("attention_mask")
-        masks = masks_of_step(model, cache, tokens, mask)
-        prepared = []
-        for layer, block in zip(layers, model.layers, strict=True):
-            for name, state in layer.states.items() if is_toeplitz(layer) else ():
-                operator = getattr(block.mixer, name)
-                operator = operator.local_operator() if operator.local_operator else operator
-                state.bind_operator(operator, layer.device)
-                prepared.append((state, operator, state.prepare(operator, layer.max_cache_len)))
-        if any(state.cursor is None for state, *_ in prepared):  # a sequence begins
-            join_layers(model)
-        write_cursors(prepared)
-    positions = None
-    if model.reads_positions:
-        positions = laid_out(token_positions(mask, length, tokens))
+    with writable():
+        begun = begin_step(model, cache)
+        masks, positions = inputs_of_step(model, cache, tokens, mask)
+        write_cursors(begun)
     mask = None if mask is None else laid_out(mask[:, -1:])
     return inputs | {"attention_mask": masks | {TOEPLITZ: mask} if masks else mask, "position_ids": positions}
 
 
-def masks_of_step(model: nn.Module, cache: Cache, tokens: torch.Tensor, mask: torch.Tensor | None) -> dict:
-    """The masks of attention for one token, by kind of layer, in the fixed shape of a static cache."""
+@contextlib.contextmanager
+def writable():
+    """No gradients, and tensors that can be written in place later, also outside of inference mode."""
+    with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def takes_fixed_steps(model: nn.Module, cache: Cache | None, tokens: torch.Tensor) -> bool:
+    """Whether the next token of a `TnnModel` can be prepared: the layers of its cache hold tokens and have forms."""
+    if not all(map(can_be_prepared, getattr(cache, "layers", None) or [None])):
+        return False
+    # Offloaded states and weights are there in a forward pass alone. A block's first parameter tells for all of them.
+    offloads = not tokens.is_meta and any(next(block.parameters()).is_meta for block in model.layers)
+    return not (cache.offloading or offloads)
+
+
+def begin_step(model: nn.Module, cache: Cache) -> list[tuple[FixedState, nn.Module, int | None]]:
+    """The states of a cache after `FixedState.begin`, with their operators, and the longest text of their layers."""
+    check_cache(cache, model)
+    begun = []
+    for layer, block in zip(cache.layers[: len(model.layers)], model.layers, strict=True):
+        for name, state in layer.states.items() if is_toeplitz(layer) else ():
+            operator = getattr(block.mixer, name)
+            operator = operator.local_operator() if operator.local_operator else operator
+            state.begin(operator, layer.device)
+            begun.append((state, operator, layer.max_cache_len))
+    if any(state.cursor is None for state, *_ in begun):  # a sequence begins
+        join_layers(model)
+    return begun
+
+
+def inputs_of_step(model: nn.Module, cache: Cache, tokens: torch.Tensor, mask: torch.Tensor | None) -> tuple:
+    """The masks of attention for one token by kind, in the fixed shape of a static cache, and its position if read."""
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
-    kinds = model.config.layer_types
+    kinds, length = model.config.layer_types, past_length(cache.layers[: len(model.layers)])
     found = {kind: mask_of(kind, model.config, like, mask, cache, kinds.index(kind)) for kind in {*kinds} - {TOEPLITZ}}
-    return {kind: laid_out(one) if isinstance(one, torch.Tensor) else one for kind, one in found.items()}
+    masks = {kind: laid_out(one) if isinstance(one, torch.Tensor) else one for kind, one in found.items()}
+    return masks, laid_out(token_positions(mask, length, tokens)) if model.reads_positions else None
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -358,19 +397,38 @@ def can_be_prepared(layer) -> bool:
     return all(form_of(state.recurrence) for state in layer.states.values()) if is_toeplitz(layer) else True
 
 
-def write_cursors(prepared: list[tuple[FixedState, nn.Module, tuple[int, int]]]):
-    """Write the cursors of all states, given with their operators and places, with one copy to the device."""
-    if not prepared:
-        return
-    states, operators, places = zip(*prepared, strict=True)
-    first, fresh = states[0], torch.tensor(places)  # (states, 2)
-    moved = any(state.cursor is None or state.cursor.device != state.history.buffer.device for state in states)
-    if moved or first.cursor._base.shape != fresh.shape:
-        cursors = PLACES[operators[0]].put("cursors", fresh.to(first.history.buffer.device, copy=True))
-        for state, cursor in zip(states, cursors, strict=True):
+def write_cursors(begun: list[tuple[FixedState, nn.Module, int | None]], count: int = 1) -> torch.Tensor | None:
+    """Count `count` tokens in what `begin_step` gave, and write the first cursors, with one copy to the device.
+
+    Returns:
+        the cursors of all tokens, `(count, states, 2)` on the CPU; None without states.
+    """
+    if not begun:
+        return None
+    table = torch.tensor([state.prepare(operator, longest, count) for state, operator, longest in begun])
+    table, buffer = table.transpose(0, 1), begun[0][0].history.buffer
+    moved = any(state.cursor is None or state.cursor.device != buffer.device for state, *_ in begun)
+    if moved or begun[0][0].cursor._base.shape != table[0].shape:
+        cursors = PLACES[begun[0][1]].put("cursors", table[0].to(buffer.device, copy=True))
+        for (state, *_), cursor in zip(begun, cursors, strict=True):
             state.cursor = cursor
             torch._dynamo.mark_static_address(cursor)
-    first.cursor._base.copy_(fresh, non_blocking=True)
+    begun[0][0].cursor._base.copy_(table[0], non_blocking=True)
+    return table
+
+
+@contextlib.contextmanager
+def launching(states: list[FixedState]):
+    """Take the steps of all tokens that are prepared, also outside of a graph of the compiler."""
+    for state in states:
+        state.in_launch = True
+    try:
+        yield
+        for state in states:
+            state.is_ready = False
+    finally:
+        for state in states:
+            state.in_launch = False
 
 
 STATIC_LAYER_TYPE_MAPPING[TOEPLITZ] = TnnStaticCacheLayer

@@ -19,6 +19,7 @@ from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import lively_language_model, relative_error, slow
 from modeling_tnn.cache_tnn import max_crop, memory_per_sequence, state_bytes
+from modeling_tnn.compile.token_loop import write_tokens
 from modeling_tnn.inputs import pool_tokens
 
 MODELS = {
@@ -141,6 +142,22 @@ class CacheTests:
                 assert torch.equal(generate(model, prompt, new, **options), tokens)
         embeds, expected = model.get_input_embeddings()(text_of(7)), generate(model, text_of(7), 10, use_cache=False)
         assert torch.equal(generate(model, None, 10, inputs_embeds=embeds), expected[:, 7:])
+
+    def test_several_tokens_for_each_launch(self, model):
+        """They are those of `generate`: greedy and sampled, after padding on the left, with an end in one row."""
+        loop = {"cache_implementation": "static", "custom_generate": write_tokens}
+        if "sliding_attention" in (model.config.layer_types or ()):
+            with pytest.raises(ValueError, match="no layer may have a sliding window, got.* StaticSlidingWindowLayer"):
+                generate(model, text_of(7), 9, **loop)
+            return
+        mask = torch.arange(12) >= torch.tensor([[4], [0]])
+        sampled = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2}
+        for count, options in ((16, {}), (4, sampled | {"min_new_tokens": 14}), (1, sampled)):
+            options = options | {"attention_mask": mask.long(), "pad_token_id": 1}
+            free = generate(model, text_of(12), 43, **options)
+            options["eos_token_id"] = int(free[0, 12 + 20])
+            expected = generate(model, text_of(12), 43, **options)
+            assert torch.equal(generate(model, text_of(12), 43, tokens_per_launch=count, **loop, **options), expected)
 
     def test_a_left_padded_batch_is_one_by_one(self, model):
         """In chunks too."""
