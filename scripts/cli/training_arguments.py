@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # read before transformers is imported
 
 OPERATOR = r"(^|\.)tno\."
 SETTINGS = {"learning_rate": "lr", "weight_decay": "weight_decay"}
-MUON = "muon"
 # Not those that choose layers themselves and need what only Trainer has, nor schedules that follow measured losses or
 # gradients, which the loop of `pretrain.py` does not give them.
 OF_TRAINER = ("galore", "apollo", "lomo", "adalomo", "reduce_lr_on_plateau", "greedy")
@@ -33,7 +32,6 @@ SCHEDULES, OPTIMIZERS = (
     [value for value in NAMES[f"transformers.{enum}"] if not value.startswith(OF_TRAINER)]
     for enum in ("trainer_utils.SchedulerType", "training_args.OptimizerNames")
 )
-OPTIMIZERS += [MUON]
 OBJECTIVES = ("clm", "mlm")
 KIND = {"clm": "causal", "mlm": "masked"}
 DEFAULT_PRESETS = {"clm": "tnn-tiny", "mlm": "tnn-bidirectional-small"}
@@ -202,7 +200,6 @@ class PretrainArguments(GroupArguments, GenomeArguments):
         require(self, "learning_rate", self.learning_rate is None or self.learning_rate > 0, "above 0")
         require(self, "max_pole_radius", 0 < (self.max_pole_radius or 0.5) < 1, "in (0, 1)")
         require(self, "mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
-        require(self, "optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
         if self.lr_scheduler_kwargs is not None:  # they belong to a schedule
             self.lr_scheduler_type = self.lr_scheduler_type or DEFAULT_SCHEDULE["lr_scheduler_type"]
         if self.report_to != "none" and find_spec(self.report_to) is None:

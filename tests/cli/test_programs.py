@@ -85,7 +85,6 @@ class TestPretrain(TrainingTests):
         "--max_pole_radius 1": r"--max_pole_radius must be in \(0, 1\), got 1.0",
         "--global_batch_tokens 64 --gradient_accumulation_steps 2": "absent with --global_batch_tokens, got",
         "--optim adamw_troch": "did you mean --optim adamw_torch[?] --optim must be one of",
-        "--optim muon --optim_args momentum=0.5": "--optim_args must be absent with --optim muon, got momentum=0.5",
         "--report_to mlflow": "one of none, tensorboard, wandb, trackio",
         "--dataset_name x": "--dataset_name must be absent with --train_file, got x",
         "--recipe wikitex2": "--recipe must be .*, got wikitex2; did you mean wikitext2[?]",

@@ -1,6 +1,5 @@
 """Groups of parameters with a learning rate or weight decay of their own, and optimizers by name."""
 
-import copy
 import json
 
 import pytest
@@ -34,16 +33,12 @@ def by_pretrain(model, tmp_path, weight_decay=0.2, **options):
     return build_optimizer(model, args, decayed_parameters(model))
 
 
-def by_muon(model, tmp_path, **options):
-    return by_pretrain(model, tmp_path, optim="muon", **options)
-
-
 def by_trainer(model, tmp_path, weight_decay=0.2, **options):
     args = TrainingArguments(output_dir=str(tmp_path), learning_rate=0.1, weight_decay=weight_decay)
     return GroupingTrainer(model, args, groups=GroupArguments(**options).groups()).create_optimizer()
 
 
-@pytest.mark.parametrize("build", [by_pretrain, by_muon, by_trainer])
+@pytest.mark.parametrize("build", [by_pretrain, by_trainer])
 def test_settings(build, model, tmp_path):
     plain = settings(build(model, tmp_path), model)
     assert set(plain.values()) == {(0.1, 0.2), (0.1, 0.0)}
@@ -89,63 +84,6 @@ def test_operators_stand_still(tmp_path):
     assert still == {name for name in first if ".tno." in name}
     with pytest.raises(SystemExit, match="operator_learning_rate must be 0.0, got None"):
         run_script("pretrain", *options, "--resume_from_checkpoint latest --overwrite_output_dir")
-
-
-def with_gradients(model) -> TnnForCausalLM:
-    for seed, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    return model
-
-
-def is_for_muon(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.ndim == 2 and not any(part in name for part in (".tno.", "embed_tokens", "lm_head"))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_muon_is_for_matrices_of_hidden_layers(tied, tmp_path):
-    """Its steps and those of AdamW for the rest are PyTorch's own, with the same rate; so are they when resumed."""
-    model = with_gradients(seeded(TnnForCausalLM, tiny_config(tie_word_embeddings=tied)))
-    other = with_gradients(copy.deepcopy(model))
-    optimizer = by_muon(model, tmp_path)
-    named, decayed = dict(other.named_parameters()), decayed_parameters(other)
-    matrices = [name for name in named if is_for_muon(name, named[name])]
-    assert matrices and all("proj" in name for name in matrices)
-    expected = [
-        torch.optim.Muon([named[n] for n in matrices], 0.1, 0.2, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(
-            [
-                {"params": [named[n] for n in sorted(decayed - set(matrices))], "weight_decay": 0.2},
-                {"params": [p for n, p in named.items() if n not in decayed], "weight_decay": 0.0},
-            ],
-            0.1, (0.9, 0.98), fused=True,
-        ),
-    ]  # fmt: skip
-    for step in range(3):
-        if step == 2:
-            saved, optimizer = copy.deepcopy(optimizer.state_dict()), by_muon(model, tmp_path)
-            optimizer.load_state_dict(saved)
-        for one in (optimizer, *expected):
-            one.step()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, named[name]), name
-
-
-def test_muon_skips_a_step(model, tmp_path):
-    """By a flag on the device: neither weights nor state change, in the first step and in a later one."""
-    optimizer = by_muon(with_gradients(model), tmp_path)
-    for flag in (1.0, 0.0, 1.0):
-        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-        optimizer.found_inf = torch.tensor(flag)
-        optimizer.step()
-        after = model.state_dict(), optimizer.state_dict()["state"]
-        same = [torch.equal(after[0][name], value) for name, value in before[0].items()]
-        assert all(same) if flag else not any(same)
-        if flag and before[1]:
-            torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
-    assert optimizer.step(lambda: 7) == 7
-    optimizer.grad_scale = torch.tensor(2.0)
-    with pytest.raises(ValueError, match="`grad_scale` must be None"):
-        optimizer.step()
 
 
 def test_a_model_without_a_cache_gets_none(tmp_path, caplog, monkeypatch):

@@ -57,7 +57,7 @@ def real_ddp(model: PreTrainedModel, *_) -> tuple:
 @pytest.mark.parametrize(
     ("engine", "processes", "fields", "options"),
     [
-        ("", 1, {}, {"mixed_precision": "bf16", "optim": "muon"}),
+        ("", 1, {}, {"mixed_precision": "bf16"}),
         *slow(
             ("sp", 4, {}, {}),
             ("", 1, {"tno_type": "rtf", "rtf_state_size": 8}, {"gradient_checkpointing": True}),
