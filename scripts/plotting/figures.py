@@ -4,7 +4,7 @@ A lag i - j above 0 looks back, one below 0 ahead. Bands go from the 10th to the
 percentile of the channels.
 """
 
-import textwrap
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -19,7 +19,8 @@ matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": F
 LINE, ACCENT = "#2166ac", "#d6604d"
 # Matrices are black below this share of a lag.
 FAINTEST = 1e-3
-EXAMPLES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+# Rows and columns of a matrix that are drawn at most, and the resolution of the pictures.
+MATRIX_SIZE, DPI = 64, 100
 
 
 def overview(kernels: list[Kernel], title: str) -> Figure:
@@ -57,69 +58,38 @@ def _horizon_ranges(axes: Axes, kernels: list[Kernel]):
     axes.grid(axis="x", alpha=0.3)
 
 
-def layer(kernel: Kernel, matrix_size: int) -> Figure:
-    """A figure of one layer in four panels, and a fifth of its poles if it has some."""
-    panels = [_matrix, _octaves, _coefficients, _response, *([] if kernel.poles is None else [_poles])]
-    rows = (len(panels) + 1) // 2
-    figure = Figure(figsize=(8.5, 3.8 * rows), layout="constrained")
-    all_axes = figure.subplots(rows, 2).ravel()
-    for axes, panel in zip(all_axes, panels, strict=False):
-        panel(axes, kernel, matrix_size) if panel is _matrix else panel(axes, kernel)
-    for axes in all_axes[len(panels) :]:
-        axes.set_axis_off()
+def layer(kernel: Kernel) -> Figure:
+    """A figure of one layer in three panels, and a fourth of its poles if it has some."""
+    panels = [_matrix, _coefficients, _response, *([] if kernel.poles is None else [_poles])]
+    figure = Figure(figsize=(8.5, 7.6), layout="constrained")
+    for number, panel in enumerate(panels, 1):
+        panel(figure.add_subplot(2, 2, number), kernel)
     low, median, high = (kernel.horizon_text(percent) for percent in (10, 50, 90))
-    title = (
-        f"{kernel.label}: half of the channels have 90% of their weight within {median} positions "
+    figure.suptitle(
+        f"{kernel.label}: half of the channels have 90% of their weight within {median} positions\n"
         f"(10th\N{EN DASH}90th percentile: {low}\N{EN DASH}{high})"
     )
-    figure.suptitle(textwrap.fill(title, 72), fontsize=13)
     return figure
 
 
-def matrices(kernel: Kernel, size: int) -> Figure:
-    """The Toeplitz matrices of eight channels, from a short to the longest horizon (figure 3 of the TNN paper)."""
-    horizons = kernel.horizons
-    order = np.argsort(horizons, kind="stable")
-    chosen = [order[min(len(order) - 1, int(share * len(order)))] for share in EXAMPLES]
-    figure = Figure(figsize=(15, 7.6), layout="constrained")
-    for axes, channel in zip(figure.subplots(2, 4, sharex=True, sharey=True).flat, chosen, strict=True):
-        matrix = _toeplitz(kernel, kernel.taps[channel], size)
-        bound = np.abs(matrix).max() or 1.0
-        picture = axes.imshow(matrix / bound, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
-        axes.set_title(f"channel {channel}, horizon {horizons[channel]}")
-        axes.label_outer()
-    figure.supxlabel("input position j")
-    figure.supylabel("output position i")
-    figure.colorbar(picture, ax=figure.axes, label="coefficient over the largest of its channel", shrink=0.7)
-    figure.suptitle(f"{kernel.label}: Toeplitz matrices of eight channels, by horizon", fontsize=13)
-    return figure
+def save_all(kernels: list[Kernel], title: str, folder: Path) -> dict[str, Path]:
+    """Save the figures of all layers (`overview.png`) and of each; the files by what they show."""
+    drawn, files = {"overview": overview(kernels, title)} | {one.label: layer(one) for one in kernels}, {}
+    for label, figure in drawn.items():
+        files[label] = folder / f"{label.replace(' ', '-')}.png"
+        figure.savefig(files[label], dpi=DPI)
+    return files
 
 
-def _toeplitz(kernel: Kernel, taps: np.ndarray, size: int) -> np.ndarray:
-    """The upper left `(size, size)` corner of the matrix of `taps` `(M,)`."""
-    lag = np.subtract.outer(np.arange(size), np.arange(size)) - kernel.lags[0]
-    inside = (lag >= 0) & (lag < len(taps))
-    return np.where(inside, taps[lag.clip(0, len(taps) - 1)], 0.0)
-
-
-def _matrix(axes: Axes, kernel: Kernel, size: int):
-    share = _toeplitz(kernel, kernel.shares().mean(axis=0), size)
+def _matrix(axes: Axes, kernel: Kernel):
+    positions = np.arange(min(MATRIX_SIZE, kernel.lags[-1] + 1))
+    place = np.subtract.outer(positions, positions) - kernel.lags[0]  # of the lag i - j; negative without one
+    share = np.where(place < 0, 0.0, kernel.shares().mean(axis=0)[np.maximum(place, 0)])
     largest = share.max() or 1.0
     norm = LogNorm(FAINTEST * largest, largest, clip=True)
     picture = axes.imshow(np.maximum(share, FAINTEST * largest), cmap="magma", norm=norm)
     axes.figure.colorbar(picture, ax=axes, shrink=0.8, format=PercentFormatter(1, decimals=None))
     axes.set(title="Toeplitz matrix: share of weight, mean", xlabel="input position j", ylabel="output position i")
-
-
-def _octaves(axes: Axes, kernel: Kernel):
-    shares = octave_shares(kernel)
-    bars = axes.barh(list(shares), list(shares.values()), color=LINE)
-    axes.bar_label(bars, [f"{100 * share:.0f}%" for share in shares.values()], padding=2)
-    axes.set_xlim(0, 1.18 * max(shares.values()) or 1.0)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    side = "positions back" if kernel.causal else "positions"
-    axes.set(title="where the weight lies", xlabel="share of weight, mean of the channels", ylabel=side)
 
 
 def _coefficients(axes: Axes, kernel: Kernel):
@@ -138,7 +108,7 @@ def _coefficients(axes: Axes, kernel: Kernel):
 
 
 def _response(axes: Axes, kernel: Kernel):
-    magnitude = kernel.magnitudes
+    magnitude = np.abs(np.fft.rfft(kernel.taps, max(1024, kernel.taps.shape[1])))  # (D, frequencies)
     frequency = np.linspace(0, 1, magnitude.shape[1])  # over pi
     peak = np.maximum(magnitude.max(axis=1, keepdims=True), np.finfo(magnitude.dtype).tiny)
     decibels = 20 * np.log10(np.maximum(magnitude / peak, 1e-4))

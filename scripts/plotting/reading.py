@@ -46,7 +46,6 @@ class Kernel:
     beyond: tuple[float, float] = (0.0, 0.0)  # mean shares of the channels further ahead and back than `lags`
     weights: np.ndarray | None = None  # the sum of |t_k| of each channel, (D,)
     horizons: np.ndarray | None = None  # (D,); 0 for a channel of zeros, a lower bound for an open channel
-    magnitudes: np.ndarray | None = None  # of the response, (D, points)
 
     def __post_init__(self):
         if self.weights is None:
@@ -55,7 +54,6 @@ class Kernel:
             within = self.shares_by_distance().cumsum(axis=1)
             horizons = (within < HORIZON_SHARE - 1e-12).sum(axis=1).clip(max=within.shape[1] - 1)
             self.horizons = np.where(self.weights == 0, 0, horizons)
-            self.magnitudes = response(self.taps)
 
     @property
     def causal(self) -> bool:
@@ -92,13 +90,6 @@ class Kernel:
         return replace(self, taps=taps, lags=lags, beyond=beyond)
 
 
-def response(taps: np.ndarray, points: int = 513) -> np.ndarray:
-    """The magnitudes of the response at `points` frequencies in [0, pi], `(D, points)`."""
-    size = 2 * (points - 1)  # the samples cannot distinguish lags that differ by this number
-    folded = np.pad(taps, ((0, 0), (0, -taps.shape[1] % size))).reshape(len(taps), -1, size).sum(axis=1)  # (D, size)
-    return np.abs(np.fft.rfft(folded))
-
-
 def octaves(longest: int) -> list[tuple[int, int]]:
     """The ranges of distances 0, 1, 2-3, 4-7, .. up to `longest`, both ends included."""
     return [(0, 0), *((2**k, min(2 ** (k + 1) - 1, longest)) for k in range(longest.bit_length()))]
@@ -132,7 +123,7 @@ def summary(kernel: Kernel) -> dict:
     """The numbers of one kernel for the table and the JSON file."""
     percents = {"median": 50, "10_percent": 10, "90_percent": 90, "longest": 100}
     horizons = {f"horizon_{name}": kernel.horizon_percentile(percent) for name, percent in percents.items()}
-    frequency, shares = np.linspace(0, np.pi, kernel.magnitudes.shape[1]), octave_shares(kernel)
+    shares = octave_shares(kernel)
     return {
         "label": kernel.label,
         "channels": len(kernel.taps),
@@ -141,7 +132,6 @@ def summary(kernel: Kernel) -> dict:
         "lower_bounds": [name for name, (_, is_bound) in horizons.items() if is_bound],
         "main_range": max(shares, key=shares.get),
         "main_range_share": max(shares.values()),
-        "mean_peak_frequency": float(frequency[kernel.magnitudes.argmax(axis=1)].mean()),
         "largest_pole": None if kernel.poles is None else float(np.abs(kernel.poles).max()),
         "share_by_distance": shares,
     }

@@ -27,8 +27,6 @@ from tnn_programs.serving.engine import Engine, Text
 from tnn_programs.serving.writing import CHARACTERS_PER_TOKEN, load_served, name_of, sampling_of
 
 logger = logging.getLogger("page")
-# Rows and columns of the matrices that are drawn, and the resolution of the pictures.
-MATRIX_SIZE, DPI = 64, 100
 # Texts that wait for their turn; who comes after these is told to come back.
 QUEUE = 32
 # The largest seed that a browser does not round.
@@ -117,20 +115,6 @@ def import_gradio() -> ModuleType:
     return gradio
 
 
-def draw_kernels(model: PreTrainedModel, folder: Path) -> list[tuple[str, str]]:
-    """Pictures of the kernels in `folder` with what they show: all layers, then each."""
-    length = model.config.axis_length
-    kernels, _ = read_model(model.base_model, length)
-    drawn = {"all layers": figures.overview(kernels, "What each layer attends to")}
-    drawn |= {kernel.label: figures.layer(kernel, min(MATRIX_SIZE, length)) for kernel in kernels}
-    pictures = []
-    for label, figure in drawn.items():
-        path = folder / f"{label.replace(' ', '-')}.png"
-        figure.savefig(path, dpi=DPI)
-        pictures.append((str(path), label))
-    return pictures
-
-
 def describe(model: PreTrainedModel) -> str:
     config = model.config
     operators = ", ".join(config.tno_types)
@@ -149,7 +133,7 @@ def build_settings(gr: ModuleType, most: int, usual: dict) -> list:
     return [tokens, temperature, top_p, seed]
 
 
-def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_new_tokens: int):
+def build_page(name: str, writer: Writer, pictures: dict[str, Path], max_new_tokens: int):
     """The Gradio page of a model, with pictures of its kernels."""
     gr = import_gradio()
 
@@ -165,9 +149,9 @@ def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_n
                 status = gr.Markdown(elem_id="status")
                 settings = build_settings(gr, max_new_tokens, sampling_of(writer.engine.scheduler.model))
             with gr.Column(scale=3, min_width=340), gr.Tabs():
-                for file, label in pictures:
+                for label, file in pictures.items():
                     with gr.Tab(label):
-                        gr.Image(file, show_label=False, interactive=False, buttons=["fullscreen"])
+                        gr.Image(str(file), show_label=False, interactive=False, buttons=["fullscreen"])
         # Texts wait in the engine.
         writing = gr.on(
             [start.click, prompt.submit], writer.write, [prompt, *settings], [output, status], show_progress="hidden",
@@ -186,7 +170,9 @@ def serve(args: PageArguments):
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
         logger.info("drawing the kernels of %d layers", model.config.num_hidden_layers)
-        pictures, name = draw_kernels(model, Path(folder)), name_of(args.model_name_or_path).rpartition("/")[-1]
+        kernels, _ = read_model(model.base_model, model.config.axis_length)
+        pictures = figures.save_all(kernels, "What each layer attends to", Path(folder))
+        name = name_of(args.model_name_or_path).rpartition("/")[-1]
         page = build_page(name, Writer(engine, tokenizer, args.max_input_tokens), pictures, args.max_new_tokens)
         _, url, _ = page.launch(
             server_name=args.host, server_port=args.port, theme=gr.themes.Default(**FONTS), footer_links=[],

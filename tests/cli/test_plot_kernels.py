@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -116,12 +115,9 @@ def test_script(head, fields, names, tmp_path):
     """An image model has two kernels a layer, whose longest lag is a side of the image."""
     seeded(head, tiny_config(**fields, num_hidden_layers=1)).save_pretrained(tmp_path / "model")
     output, length = tmp_path / "pictures", 6 if "spatial_dims" in fields else 33
-    given = ["--model_name_or_path", tmp_path / "model", "--output_dir", output, "--length", length, "--dpi", 40]
+    given = ["--model_name_or_path", tmp_path / "model", "--output_dir", output, "--length", length]
     shown = run("plot_kernels", *given).stdout
-    pictures = {"overview", *names, *(f"{name}-matrices" for name in names)}
-    assert {path.stem for path in output.glob("*.png")} == pictures
-    page = (output / "index.html").read_text()
-    assert set(re.findall(r'alt=".*?" src="(.*?).png"', page)) == pictures and "http" not in page
+    assert {path.stem for path in output.glob("*.png")} == {"overview", *names}
     found = json.loads((output / "kernels.json").read_text())
     layer = found["layers"][0]
     assert [row["label"] for row in found["layers"]] == ["layer 0" + name[7:].replace("-", " ") for name in names]
@@ -130,4 +126,3 @@ def test_script(head, fields, names, tmp_path):
     assert (layer["largest_pole"] is not None) == (fields.get("tno_type") == "modal")
     bound = ">= " if "horizon_median" in layer["lower_bounds"] else ""
     assert f"horizon {bound}{layer['horizon_median']:.0f} positions" in shown
-    assert ("≥ " in page) == bool(layer["lower_bounds"])

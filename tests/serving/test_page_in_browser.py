@@ -154,7 +154,7 @@ def test_stop(user, server):
 def test_pictures_and_what_else_is_served(user, server, folder):
     """Pictures of all layers and of each, drawn when its tab is opened; no files, no place for them, no statistics."""
     tab, address = user(), server[0]
-    names = ["all layers", "layer 0", "layer 1"]
+    names = ["overview", "layer 0", "layer 1"]
     expect(tab.page.get_by_role("tab")).to_have_text(names)
     for name in names:
         tab.page.get_by_role("tab", name=name).click()
@@ -170,7 +170,7 @@ def test_a_page_that_is_closed_is_forgotten(folder, browser):
     """One that writes and one that waits."""
     model, tokenizer = load_served(str(folder), "auto", "cpu")
     engine = Engine(model, max_batch_size=1)
-    page = build_page("tiny", Writer(engine, tokenizer), [], 100_000)
+    page = build_page("tiny", Writer(engine, tokenizer), {}, 100_000)
     _, address, _ = page.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True, ssr_mode=False)
     try:
         tabs = [Tab(browser, address), Tab(browser, address)]

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ import torch
 from helpers.api_server import wait_until_idle
 from helpers.scripts import run, save_model
 from modeling_tnn.serving.request import Request
+from tnn_programs.plotting.figures import save_all
 from tnn_programs.plotting.reading import read_model
 from tnn_programs.serving.engine import Engine
-from tnn_programs.serving.page import WAITING, Writer, draw_kernels, stopped
+from tnn_programs.serving.page import WAITING, Writer, stopped
 from tnn_programs.serving.writing import load_served
 
 PROMPT, LONG = "The quick brown", 5000
@@ -136,9 +136,12 @@ def test_pictures_of_the_kernels(tmp_path):
     kernels, _ = read_model(model.base_model, 32)
     expected, _ = read_model(copy.deepcopy(model).float().base_model, 32)
     assert (kernels[0].taps == expected[0].taps).all() and model.dtype == torch.bfloat16
-    pictures = draw_kernels(model, tmp_path)
-    assert [label for _, label in pictures] == ["all layers", "layer 0"]
-    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path, _ in pictures)
+    pictures = save_all(kernels, "Kernels", tmp_path)
+    assert {label: path.name for label, path in pictures.items()} == {
+        "overview": "overview.png",
+        "layer 0": "layer-0.png",
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"causal": true', '"causal": false'))
     with pytest.raises(ValueError, match="is a bidirectional TNN: only a causal TNN"):
