@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 import torch
+from suites.device import resident_peak
 
 from modeling_tnn import TnnConfig
 from tnn_programs.cli.training_arguments import PretrainArguments
-from tnn_programs.training.costs import resident_peak
 from tnn_programs.training.plan import PeakMemory, count_reading, reading
 
 GROUPS_OF_16 = 16  # channels that share a filter, as 4,096 channels share 256

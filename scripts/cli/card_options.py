@@ -26,7 +26,7 @@ def build_publishing_parser(description: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--private", action="store_true", help="Make a new repository private.")
     parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
     parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")
-    parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--dry_run", action="store_true", help="Show the files without contacting the Hub, and end.")
     parser.add_argument("--output_dir", type=Path, help="With --dry_run: a new folder for the files.")
     parser.add_argument("--space", action="store_true", help="Publish a Space with a page of the model, too.")
     parser.add_argument("--package", help="What pip installs in the Space; this release of modeling-tnn unless given.")

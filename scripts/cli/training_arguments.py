@@ -145,7 +145,6 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     output_dir: str = "outputs/pretrain"
     overwrite_output_dir: bool = False
 
-    dry_run: bool = False
     max_steps: int = 1000
     global_batch_tokens: int | None = option(None, "Tokens in a step of all devices, in passes of what fits a GPU.")
     per_device_train_batch_size: int | None = None

@@ -1,4 +1,4 @@
-"""Costs of training steps: operations and peaks of devices, blocks that fit into memory, dry runs.
+"""Costs of training steps: operations and peaks of devices, blocks that fit into memory.
 
 A global batch in tokens gives a step of the optimizer the same blocks, and the same mean loss, for any number of them
 in a pass. So the largest that fits a GPU is taken. On other devices the number is small and fixed.
@@ -16,25 +16,21 @@ The encoders of the kernels, elementwise work, the optimizer and what checkpoint
 """
 
 import math
-import sys
-import time
 
 from tnn_programs.cli.errors import MemoryExceededError, is_out_of_memory
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, send_to_device
+from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
-from torch import nn
 
 from modeling_tnn.mixers import ShortConvolution
 from modeling_tnn.modeling_tnn import TnnForTokenClassification
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import TwoAxisOperator
 from tnn_programs.cli.training_arguments import DEFAULT_BLOCKS, PretrainArguments
-from tnn_programs.training.passes import summed_loss, try_passes
+from tnn_programs.training.passes import try_passes
 
-UNITS = {"days": 86400, "hours": 3600, "minutes": 60}
 # More tokens in a forward pass only take more memory.
 MOST_TOKENS = 65_536
 # The part of a GPU that a trial leaves free, for workspaces of libraries and memory between pieces.
@@ -130,37 +126,6 @@ def largest_divisor(number: int, most: int) -> int:
     return next((divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0), 0)
 
 
-def measure_step(model: nn.Module, batch: dict, accelerator: Accelerator, causal: bool) -> tuple[float, float]:
-    """The seconds of a training step with AdamW on a `batch`, and the peak memory in GiB; of this process on a CPU."""
-    model, batch = model.train().to(accelerator.device), send_to_device(batch, accelerator.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    for _ in range(2):  # the first one also allocates
-        start = time.perf_counter()
-        with accelerator.autocast():
-            loss = summed_loss(model, model.config, batch, causal)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the device
-        seconds = time.perf_counter() - start
-    on_gpu = accelerator.device.type == "cuda"
-    return seconds, (torch.cuda.max_memory_allocated() if on_gpu else resident_peak()) / 2**30
-
-
-def describe_costs(parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str) -> str:
-    """The estimate as lines for the terminal. `tokens` and `seconds` are those of one step."""
-    total = steps * seconds
-    name, size = next((pair for pair in UNITS.items() if total >= 2 * pair[1]), ("seconds", 1))
-    return (
-        f"{parameters:,} parameters\n"
-        f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens\n"
-        f"about {total / size:.{int(size > 1)}f} {name} on {device}: {seconds:.2f} s a step, "
-        f"{tokens / seconds:,.0f} tokens/s\n"
-        f"about {memory:.1f} GiB of memory\n"
-        "Nothing was written. Evaluations and checkpoints take additional time."
-    )
-
-
 # Words in the name of a GPU -> 10^12 operations a second at most: on tensor cores in bfloat16 or float16 without
 # sparsity, and in float32 without TF32, from NVIDIA's data sheets. The first line whose words are all in it counts.
 PEAKS = {
@@ -173,14 +138,6 @@ PEAKS = {
 def reserved_memory(device: torch.device) -> float | None:
     """The most memory of a GPU in GiB that PyTorch has taken so far, CUDA graphs included; None for other devices."""
     return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
-
-
-def resident_peak() -> int:
-    """The largest resident size of this process so far, in bytes."""
-    import resource  # Windows has none
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def flops_of_token(model: torch.nn.Module, length: int) -> float:

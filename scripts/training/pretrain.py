@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from tnn_programs.cli.errors import MemoryExceededError, suggest_smaller
+from tnn_programs.cli.errors import MemoryExceededError
 
 import datasets
 import torch
@@ -269,39 +269,21 @@ def report(metrics: dict, args: PretrainArguments):
     )
 
 
-def dry_run(args: PretrainArguments, accelerator: Accelerator):
-    """Log the size, the tokens, the time and the memory of the run."""
-    model = build_model(args, build_config(args))
-    with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
-        line = costs.choose_micro_batch(args, accelerator, model)
-        ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
-        batch, causal = {"input_ids": ids, "labels": ids}, args.objective == "clm"
-        seconds, memory = costs.measure_step(model, batch, accelerator, causal)
-    passes, count = args.gradient_accumulation_steps, accelerator.num_processes
-    device = f"{count} x {accelerator.device.type}"
-    tokens = ids.numel() * passes * count
-    size = model.num_parameters(), args.max_steps, tokens
-    logger.info("%s\n%s", line, costs.describe_costs(*size, seconds * passes, memory, device))
-
-
 def start(args: PretrainArguments):
-    """Train, save and publish as the options say, or measure a step with `--dry_run`; log what is next."""
-    if (metrics := run(args)) is not None:
-        source = args.train_file or next(iter(args.dataset_name), None)
-        is_genome = source is not None and is_fasta(source)
-        kind = "causal" if args.objective == "clm" else "dna" if is_genome else "masked"
-        options = {"prompt": START_OF_GENE} if is_genome else {}
-        logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"], **options))
+    """Train and save as the options say, and log what is next."""
+    metrics, source = run(args), args.train_file or next(iter(args.dataset_name), None)
+    is_genome = source is not None and is_fasta(source)
+    kind = "causal" if args.objective == "clm" else "dna" if is_genome else "masked"
+    options = {"prompt": START_OF_GENE} if is_genome else {}
+    logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"], **options))
 
 
-def run(args: PretrainArguments) -> dict | None:
-    """Do the work of `start`; the figures of the run, or None of a dry one."""
+def run(args: PretrainArguments) -> dict:
+    """Do the work of `start`; the figures of the run."""
     with contextlib.ExitStack() as held:
         try:
             accelerator = build_accelerator(args)
             configure_logging(accelerator)
-            if args.dry_run:
-                return dry_run(args, accelerator)
             held.enter_context(claim(Path(args.output_dir), main=accelerator.is_main_process))
             accelerator.wait_for_everyone()
             pretraining, metrics, repository = train(args, accelerator)

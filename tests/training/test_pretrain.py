@@ -185,13 +185,15 @@ def test_compiled(kind, error, pretrain, tmp_path, monkeypatch, caplog):
         assert_same_weights(tmp_path / "plain" / part, tmp_path / "compiled" / part, tolerance=1e-6)
 
 
-def test_bfloat16(pretrain, tmp_path):
-    """Under autocast, with weights in single precision: close to what float32 gives."""
+def test_bfloat16(pretrain, tmp_path, caplog, monkeypatch):
+    """Under autocast, with weights in single precision: close to what float32 gives. A slow CPU is named."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     for name in ("no", "bf16"):
         pretrain(f"--mixed_precision {name} --output_dir {tmp_path / name}")
     exact, rounded = (read(tmp_path / name, "metrics")["loss"] for name in ("no", "bf16"))
     assert exact != rounded and rounded == pytest.approx(exact, rel=0.02)
     assert {tensor.dtype for tensor in weights(tmp_path / "bf16").values()} == {torch.float32}
+    assert caplog.text.count("on a CPU: --mixed_precision no is faster") == 1
 
 
 LOSSES = [(True, "tnn"), (False, "tnn"), (True, "gpt2"), (False, "bert")]

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from types import SimpleNamespace
 
 from tnn_programs.cli.errors import MemoryExceededError
@@ -14,7 +13,7 @@ from transformers import GPT2Config
 
 from helpers.models import seeded, tiny_config
 from helpers.programs import parse
-from helpers.scripts import run_script, write_config
+from helpers.scripts import write_config
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_programs.cli.declared import training_options
@@ -115,21 +114,6 @@ def test_length_of_the_model_follows_the_blocks(tmp_path):
     GPT2Config(n_positions=64).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="--block_size must be at most max_position_embeddings=64 .*, got 100"):
         build_config(PretrainArguments(config_name=str(tmp_path / "gpt2"), block_size=100))
-
-
-def test_a_dry_run_needs_no_text_and_counts_what_is_accumulated(tmp_path, caplog, monkeypatch):
-    """It warns of bfloat16 as the training does."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    config, output = write_config(tmp_path / "config", causal=False), tmp_path / "out"
-    with caplog.at_level("INFO", "pretrain"):
-        run_script("pretrain", f"--objective mlm --config_name {config} --output_dir {output} --max_steps 7 --dry_run",
-                   "--gradient_accumulation_steps 3 --gradient_checkpointing",
-                   "--use_cpu --mixed_precision bf16")  # fmt: skip
-    assert "8 blocks of 32 tokens in a forward pass, 3 passes in a step of each process\n" in caplog.text
-    assert "7 steps of 768 tokens: 5,376 tokens" in caplog.text
-    assert "on a CPU: --mixed_precision no is faster" in caplog.text
-    assert re.search(r"about \d+ seconds on 1 x cpu: .* tokens/s\nabout \d+\.\d GiB of memory", caplog.text)
-    assert not output.exists()
 
 
 def test_the_rate_of_a_run_that_names_none():

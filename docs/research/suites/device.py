@@ -1,7 +1,8 @@
-"""Measurements on a device: milliseconds, kernels and memory of a function, and the times of new tokens."""
+"""Measurements on a device: milliseconds, kernels and memory of a function or a process, times of new tokens."""
 
 import gc
 import statistics
+import sys
 from collections.abc import Callable
 
 import torch
@@ -70,3 +71,11 @@ class Stopwatch(BaseStreamer):
 
     def end(self):
         """Nothing is left to do."""
+
+
+def resident_peak() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    import resource  # Windows has none
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

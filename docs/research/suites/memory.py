@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from suites.device import peak_on_device
+from suites.device import peak_on_device, resident_peak
 from suites.peers import build_model
 
 from tnn_programs.benchmarks.measure import markdown
 from tnn_programs.benchmarks.models import training_loss
-from tnn_programs.training.costs import resident_peak
 
 FORMATS = {"length": "", "way": "", "saved_mebibytes": ".0f", "over_released_saved": ".2f", "peak_mebibytes": ".0f"}
 FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}

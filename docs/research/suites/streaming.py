@@ -9,12 +9,12 @@ import statistics
 from functools import partial
 
 import torch
+from suites.device import resident_peak
 from suites.memory import forget_peak
 
 from modeling_tnn import TnnConfig, TnnModel
 from modeling_tnn.cache_tnn import CACHE
 from tnn_programs.benchmarks.measure import clock, markdown
-from tnn_programs.training.costs import resident_peak
 
 FORMATS = {"way": "", "tokens": "", "microseconds_per_token": ".1f", "over_shortest": ".2f"}
 FORMATS |= {"peak_mebibytes": ".0f", "growth": ".3f"}
