@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from tnn_programs.cli.model_path import check_model_path
 from tnn_programs.cli.parser import check_counts, option, require
@@ -12,7 +11,6 @@ from tnn_programs.cli.parser import check_counts, option, require
 class ServerArguments:
     """Options of a server: the model that writes and where it runs, limits and address."""
 
-    encoders: ClassVar[bool] = False  # whether the model may be bidirectional
     model_name_or_path: str
     dtype: str = "auto"
     device: str | None = None
@@ -23,7 +21,7 @@ class ServerArguments:
 
     def __post_init__(self):
         require(self, "port", self.port is None or 0 <= self.port < 2**16, "in [0, 65535]")
-        check_model_path(self.model_name_or_path, tokenizer=True, causal=not self.encoders)
+        check_model_path(self.model_name_or_path, tokenizer=True, causal=True)
         check_counts(self, *(name for name in vars(self) if name.startswith("max_")))
 
 
@@ -39,7 +37,6 @@ class PageArguments(ServerArguments):
 class ApiArguments(ServerArguments):
     """The options of `tnn api`."""
 
-    encoders = True
     max_waiting: int = option(256, "Most texts of a client that wait for a place; a request for more gets status 429.")
     memory_limit: int | None = option(None, "Most bytes of decoding states of all texts together.")
     prefill_tokens: int = option(2048, "Most tokens of prompts that are read between two tokens of the other texts.")

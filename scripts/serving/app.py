@@ -1,6 +1,6 @@
-"""The routes of OpenAI's API over one TNN: texts of a causal one, vectors of a bidirectional one.
+"""The routes of OpenAI's API over one causal TNN.
 
-    /v1/models  /v1/completions  /v1/chat/completions  /v1/embeddings  /health  /metrics
+    /v1/models  /v1/completions  /v1/chat/completions  /health  /metrics
 
 A client that goes away ends its texts.
 """
@@ -20,11 +20,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 
 from modeling_tnn.serving.logprobs import Scored, of_chat, of_completion
-from tnn_programs.serving.embedding import written
 from tnn_programs.serving.engine import Piece, Text
 from tnn_programs.serving.http import GONE, ApiError, Checks, handle_errors, read_body, write_body
 from tnn_programs.serving.pieces import Pieces
-from tnn_programs.serving.schema import Body, ChatBody, CompletionBody, EmbeddingBody, Parsed, parse
+from tnn_programs.serving.schema import Body, ChatBody, CompletionBody, Parsed, parse
 from tnn_programs.serving.service import Service
 
 
@@ -179,21 +178,6 @@ async def events(news: asyncio.Queue, form: Form) -> AsyncIterator[str]:
     yield event("[DONE]")
 
 
-async def embed(service: Service, request: Request, body: EmbeddingBody) -> Response:
-    """The vectors of the texts of a request; ApiError if there are none."""
-    texts = await run_in_threadpool(lambda: [service.tokens(text, "input") for text in body.input])
-    try:
-        async with asyncio.timeout(service.args.max_seconds):
-            vectors = await service.engine.embed(texts, request.is_disconnected)
-    except TimeoutError:
-        raise ApiError(504, "The vectors were not finished in the time that a request may take.", "timeout") from None
-    count = sum(map(len, texts))
-    head = {"object": "list", "model": service.name, "usage": {"prompt_tokens": count, "total_tokens": count}}
-    known, forms = {"object": "embedding"}, (written(vector, body.encoding_format) for vector in vectors)
-    items = (known | {"index": index, "embedding": one} for index, one in enumerate(forms))
-    return Response(await run_in_threadpool(write_body, head, "data", items), media_type="application/json")
-
-
 def build_app(service: Service, api_key: str | None = None) -> FastAPI:
     """The application with all routes, for those who have the key if there is one."""
     args = service.args
@@ -206,7 +190,6 @@ def build_app(service: Service, api_key: str | None = None) -> FastAPI:
     get = functools.partial(app.api_route, methods=["GET", "HEAD"])
 
     async def read(kind: type[Parsed], request: Request) -> Parsed:
-        service.check_kind(writes=kind is not EmbeddingBody)
         data = await read_body(request, args.max_body_bytes, args.read_seconds)
         body = await run_in_threadpool(parse, kind, data)
         service.check_model(body.model)
@@ -228,10 +211,6 @@ def build_app(service: Service, api_key: str | None = None) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request):
         return await answer(service, request, await read(ChatBody, request))
-
-    @app.post("/v1/embeddings")
-    async def embeddings(request: Request):
-        return await embed(service, request, await read(EmbeddingBody, request))
 
     @get("/health")
     async def health():

@@ -4,7 +4,6 @@ A long body is read in a short time: lists are bounded, and no more than the fir
 """
 
 import re
-from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
@@ -13,9 +12,9 @@ from pydantic_core import PydanticCustomError, ValidationError, from_json
 from tnn_programs.cli.model_path import did_you_mean
 from tnn_programs.serving.http import ApiError
 
-# The most stop strings of a text, and the characters of one; answers to a prompt; prompts of a request, and texts of
-# one for embeddings; messages of a chat, and parts of one; likeliest tokens.
-STOPS, STOP_LENGTH, ANSWERS, PROMPTS, INPUTS, MESSAGES, LIKELIEST = 4, 200, 128, 128, 2048, 2048, 20
+# The most stop strings of a text, and the characters of one; answers to a prompt; prompts of a request; messages of a
+# chat, and parts of one; likeliest tokens.
+STOPS, STOP_LENGTH, ANSWERS, PROMPTS, MESSAGES, LIKELIEST = 4, 200, 128, 128, 2048, 20
 # Values that ask for nothing, in any field that is not supported; and further ones of some fields.
 NOTHING = (False, 0, "", [], {})
 DEFAULTS = {
@@ -76,15 +75,15 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
         raise ApiError(400, f"The body must be JSON in UTF-8: {error}", "json_invalid") from None
 
 
-def as_texts(most: int, given) -> list[str | list[int]]:
+def as_texts(given) -> list[str | list[int]]:
     """Texts, each a string or token ids, of one that is given alone or of a list."""
 
     def is_ids(value) -> bool:
         return isinstance(value, list) and set(map(type, value)) <= {int}
 
     texts = [given] if isinstance(given, str) or (given and is_ids(given)) else given
-    if isinstance(texts, list) and not 0 < len(texts) <= most:
-        raise PydanticCustomError("prompt", f"must be 1 to {most} texts, got {len(texts)}")
+    if isinstance(texts, list) and not 0 < len(texts) <= PROMPTS:
+        raise PydanticCustomError("prompt", f"must be 1 to {PROMPTS} texts, got {len(texts)}")
     if not isinstance(texts, list) or not all(isinstance(text, str) or is_ids(text) for text in texts):
         raise PydanticCustomError("prompt", "must be a text, token ids, or a list of texts or of token ids")
     return texts
@@ -130,7 +129,7 @@ class Body(Given):
 class CompletionBody(Body):
     """The body of `/v1/completions`."""
 
-    prompt: Annotated[list, PlainValidator(partial(as_texts, PROMPTS))]
+    prompt: Annotated[list, PlainValidator(as_texts)]
     most_tokens: int = Field(16, ge=0, alias="max_tokens")
     echo: bool = False
     likeliest: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
@@ -185,11 +184,3 @@ class ChatBody(Body):
     def most_tokens(self) -> int | None:
         """The most new tokens of an answer; None for as many as the server allows."""
         return self.max_completion_tokens or self.max_tokens
-
-
-class EmbeddingBody(Given):
-    """The body of `/v1/embeddings`."""
-
-    model: str
-    input: Annotated[list, PlainValidator(partial(as_texts, INPUTS))]
-    encoding_format: Literal["float", "base64"] = "float"

@@ -10,7 +10,6 @@ from modeling_tnn.serving.logprobs import spell
 from modeling_tnn.serving.scheduler import BatchScheduler
 from tnn_programs.cli.sampling import given_sampling, sampling
 from tnn_programs.cli.serving_arguments import ApiArguments
-from tnn_programs.serving.embedding import Encoder
 from tnn_programs.serving.engine import Engine, Text
 from tnn_programs.serving.http import ApiError
 from tnn_programs.serving.schema import Body, ChatBody
@@ -22,7 +21,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 class Metrics:
     """Counters of one server. What runs is read when somebody asks."""
 
-    def __init__(self, scheduler: BatchScheduler | Encoder):
+    def __init__(self, scheduler: BatchScheduler):
         self.registry = CollectorRegistry()
         known = {"registry": self.registry}
         self.responses = Counter("tnn_responses", "Responses by route and status.", ["route", "status"], **known)
@@ -56,23 +55,13 @@ class Service:
     """One model, its tokenizer, and the thread that writes. `args` has the limits of requests."""
 
     def __init__(self, args: ApiArguments):
-        self.model, self.tokenizer = load_served(args.model_name_or_path, args.dtype, args.device, encoders=True)
+        self.model, self.tokenizer = load_served(args.model_name_or_path, args.dtype, args.device)
         self.args, self.name = args, name_of(args.model_name_or_path)
-        if self.model.config.causal:
-            limits = ("max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
-            self.engine = Engine(self.model, **{name: getattr(args, name) for name in limits})
-            self.metrics = Metrics(self.engine.scheduler)
-        else:
-            self.engine = Encoder(self.model, args.max_batch_size, args.prefill_tokens, args.max_waiting)
-            self.metrics = Metrics(self.engine)
+        limits = ("max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
+        self.engine = Engine(self.model, **{name: getattr(args, name) for name in limits})
+        self.metrics = Metrics(self.engine.scheduler)
         self.text_of = functools.lru_cache(2**16)(functools.partial(spell, self.tokenizer))
         self.card = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "modeling-tnn"}
-
-    def check_kind(self, writes: bool):
-        """Refuse texts of an encoder, and vectors of a model that writes."""
-        if self.model.config.causal != writes:
-            kind, route = ("an encoder", "embeddings") if writes else ("a causal model", "completions")
-            raise ApiError(400, f"The model {self.name} is {kind}: it answers at /v1/{route}.", "wrong_route")
 
     def check_model(self, name: str):
         """Refuse requests for another model."""

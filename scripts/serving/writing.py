@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -61,23 +60,14 @@ def sampling_of(model: PreTrainedModel) -> dict:
     return sampling(of_model=given_sampling(vars(model.generation_config)))
 
 
-def load_served(
-    name: str, dtype: str, device: str | None, encoders: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal TNN, or with `encoders` the encoder of another one, and its tokenizer; ValueError for other models."""
+def load_served(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal TNN and its tokenizer; ValueError for other models."""
     config = model_path.load(AutoConfig, name)
-    if config.model_type != "tnn" or not (config.causal or encoders):
+    if config.model_type != "tnn" or not config.causal:
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
         raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
-    if config.causal:
-        model_path.check_causal(name, config.to_dict())
-        return load_writer(name, dtype, device)
-    tokenizer = model_path.load(AutoTokenizer, name)
-    model = model_path.load(AutoModel, name, dtype=dtype).to(model_path.check_device(device))
-    if model.main_input_name != "input_ids":
-        raise ValueError(f"model={name} reads {model.main_input_name}: only models of text can be served.")
-    model_path.check_vocabulary(tokenizer, config.vocab_size)
-    return model.eval(), tokenizer
+    model_path.check_causal(name, config.to_dict())
+    return load_writer(name, dtype, device)
 
 
 def name_of(model: str) -> str:

@@ -10,9 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.models import seeded, tiny_config
 from helpers.scripts import run, save_model
-from modeling_tnn import TnnForMaskedLM
 
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx2")  # openai brings it
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
@@ -325,38 +323,6 @@ def test_a_client_that_goes_away(complete, service):
     assert complete().usage.completion_tokens == 12
     wait_until_idle(service)
     assert requests and all(len(request.tokens) < 5000 for request in requests)
-
-
-def test_embeddings(tmp_path, service, client):
-    """The vectors of sentence-transformers, for texts and token ids, however many; errors as of other routes."""
-    library = pytest.importorskip("sentence_transformers")
-    folder = save_model(tmp_path / "encoder")
-    config = tiny_config("fd", causal=False, vocab_size=300)
-    seeded(TnnForMaskedLM, config).float().save_pretrained(folder)
-    texts = ["The quick", "Pack my box with five dozen jugs of liquor.", "a"] * 5
-    expected = library.SentenceTransformer(str(folder), device="cpu").encode(texts)
-    with serving(folder, max_batch_size=4, max_prompt_tokens=50) as encoder:
-        with openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none", max_retries=0) as asking:
-            ids = encoder.tokenizer(texts)["input_ids"]
-            for given, options in ((texts, {}), (ids, {"encoding_format": "float"}), (ids[0], {}), (texts[0], {})):
-                found = asking.embeddings.create(model="encoder", input=given, **options)
-                vectors = torch.tensor([entry.embedding for entry in found.data])
-                torch.testing.assert_close(vectors, torch.from_numpy(expected[: len(vectors)]), rtol=0, atol=1e-5)
-                assert [entry.index for entry in found.data] == list(range(15 if len(given) == 15 else 1))
-            assert found.usage.prompt_tokens == len(ids[0])
-            for fields, code in (
-                ({"input": ""}, "empty_prompt"), ({"input": "a b " * 50}, "context_length_exceeded"),
-                ({"input": [300]}, "invalid_token"), ({"input": [1, "a"]}, "prompt"),
-                ({"dimensions": 2}, "extra_forbidden"),
-            ):  # fmt: skip
-                with pytest.raises(openai.BadRequestError) as raised:
-                    asking.embeddings.create(**{"model": "encoder", "input": "a"} | fields)
-                assert raised.value.code == code and raised.value.body["message"]
-            with pytest.raises(openai.BadRequestError, match="is an encoder: it answers at /v1/embeddings"):
-                asking.completions.create(model="encoder", prompt="a")
-        assert httpx.get(f"{encoder.url}/health").status_code == httpx.get(f"{encoder.url}/metrics").status_code == 200
-    with pytest.raises(openai.BadRequestError, match="is a causal model"):
-        client.embeddings.create(model=service.name, input="a")
 
 
 def test_health_and_metrics(complete, service):
