@@ -3,7 +3,6 @@
 Example:
     python scripts/demo.py --max_steps 300 --prompt "In the beginning"
     python scripts/demo.py --dataset_name my_book.txt --tno_type rtf
-    python scripts/demo.py --serve
 """
 
 import logging
@@ -14,8 +13,7 @@ from tnn_programs.cli.errors import importing, report_errors
 
 from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.commands import next_steps
-from tnn_programs.cli.parser import load_config, option, parse_arguments
-from tnn_programs.cli.serving_arguments import PageArguments
+from tnn_programs.cli.parser import load_config, parse_arguments
 from tnn_programs.cli.training_arguments import PretrainArguments
 
 logger = logging.getLogger("demo")
@@ -40,14 +38,13 @@ class DemoArguments:
     prompt: str = "And God said unto"
     max_new_tokens: int = 60
     seed: int = 0
-    serve: bool = option(False, "Then serve a page with the model, as tnn serve does.")
 
     def __post_init__(self):
         self.pretraining()
 
     def pretraining(self) -> PretrainArguments:
         """The options of `tnn pretrain` for the same training."""
-        own = ("tno_type", "prompt", "max_new_tokens", "serve")
+        own = ("tno_type", "prompt", "max_new_tokens")
         given = {name: value for name, value in vars(self).items() if name not in own}
         for name in ("dataset_name", "dataset_config_name"):
             given[name] = [] if given[name] is None else [given[name]]
@@ -68,15 +65,12 @@ def continuation(args: DemoArguments, use_cache: bool) -> str:
 
 
 def start(args: DemoArguments):
-    """Train, save, load and sample, and serve the model with `--serve`. What could not be served is refused first."""
+    """Train, save, load and sample."""
     with importing("demo"):
-        from tnn_programs.serving.page import import_gradio, serve
         from tnn_programs.training import pretrain
     model_type = load_config(args.config_name).model_type
     if model_type != "tnn":
         raise ValueError(f"--config_name must be a TNN, got {args.config_name} of {model_type}")
-    if args.serve:
-        import_gradio()
     metrics = pretrain.run(args.pretraining())
     unstable = metrics["unstable_layers"]
     text = continuation(args, use_cache=not unstable)
@@ -84,8 +78,6 @@ def start(args: DemoArguments):
     write_json(file, read_json(file) | {"text": text})
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
     logger.info("%s", next_steps(args.output_dir, "causal", unstable))
-    if args.serve:
-        serve(PageArguments(args.output_dir))
 
 
 @report_errors

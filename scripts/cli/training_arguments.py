@@ -179,9 +179,6 @@ class PretrainArguments(GroupArguments, GenomeArguments):
     gradient_checkpointing: bool = False
     torch_compile: bool | None = option(None, nargs="?", const=True)
     cuda_graph: bool = option(True, "On one GPU, start all kernels of a forward and backward pass at once.")
-    push_to_hub: bool = False
-    hub_model_id: str | None = None
-    hub_private_repo: bool = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -37,8 +37,7 @@ from tnn_programs.cli.training_arguments import GroupArguments, fine_tuning_of
 from tnn_programs.data import glue
 from tnn_programs.training.grouping_trainer import GroupingTrainer
 from tnn_programs.training.processes import StopRequested
-from tnn_programs.training.publishing import open_repository, upload
-from tnn_programs.training.trainer import logits_of, output_folder, save, train
+from tnn_programs.training.trainer import logits_of, output_folder, refuse, save, train
 
 logger = logging.getLogger("finetune_glue")
 
@@ -313,10 +312,7 @@ def check_before_start(args: GroupArguments, training: TrainingArguments):
     """Refuse options that contradict each other."""
     if not (training.do_train or args.sweep or training.do_eval or training.do_predict):
         raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
-    if training.push_to_hub and not (training.do_train or args.sweep):
-        raise ValueError("--push_to_hub must be given with --do_train or --sweep: only a trained model is published")
-    if training.push_to_hub and training.hub_token is not None:
-        raise ValueError("--hub_token must not be given: --push_to_hub is by the user of `hf auth login` or HF_TOKEN")
+    refuse(training, "push_to_hub")
     if args.sweep and training.resume_from_checkpoint is not None:
         raise ValueError("--sweep must be given without --resume_from_checkpoint: it always starts from the beginning")
     for name, several in {"learning_rate": "sweep_learning_rates", "seed": "sweep_seeds"}.items():
@@ -349,29 +345,21 @@ def load_data(args: GroupArguments, training: TrainingArguments) -> dict[Path, g
 def run_all(args: GroupArguments, training: TrainingArguments) -> list[dict]:
     """Run all tasks; the summary of each."""
     folders, output_dir, summaries = load_data(args, training), Path(training.output_dir), []
-    main_process = training.process_index == 0
-    push = training.push_to_hub and main_process
-    local = dataclasses.replace(training, push_to_hub=False)  # Trainer itself would publish pickles and no code
     for folder, data in folders.items():
         task = Task(data, args)
-        name = training.hub_model_id and training.hub_model_id + (f"-{folder.name}" if len(folders) > 1 else "")
-        repository = open_repository(name, str(folder), training.hub_private_repo) if push else None
-        summaries.append(summarize(task, (sweep if args.sweep else single)(task, local, folder)))
+        summaries.append(summarize(task, (sweep if args.sweep else single)(task, training, folder)))
         # A run that only reads a trained model keeps the table of its training.
         trained = (folder / "training_args.json").is_file() and not (training.do_train or args.sweep)
-        if main_process and not trained:
+        if training.process_index == 0 and not trained:
             write_json(output_dir / "results.json", summaries)
             write_text(output_dir / "results.md", table(summaries) + "\n")
-        if repository is not None:
-            upload(str(folder), repository, AutoConfig.from_pretrained(folder).model_type)
     return summaries
 
 
 def run(args: GroupArguments, training: TrainingArguments):
     """Run all tasks, and say what came out and what is next."""
     logging.basicConfig(format="%(message)s")
-    for name in ("finetune_glue", "push_to_hub"):
-        logging.getLogger(name).setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
+    logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     check_before_start(args, training)
     try:
         with output_folder(training):

@@ -37,7 +37,6 @@ from tnn_programs.training.accelerate_loop import Pretraining, perplexity
 from tnn_programs.training.models import build_config, build_model
 from tnn_programs.training.optimizers import try_schedule
 from tnn_programs.training.passes import compile_blocks, warn_of_bfloat16
-from tnn_programs.training.publishing import open_repository, upload
 
 logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."
@@ -231,7 +230,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
 def configure_logging(accelerator: Accelerator):
     """Log important messages from one process. Without this, accelerate would log each file that it writes."""
     logging.basicConfig(format="%(message)s")
-    for name in ("pretrain", "demo", "push_to_hub", "data", "runs"):
+    for name in ("pretrain", "demo", "data", "runs"):
         logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
@@ -239,11 +238,9 @@ def configure_logging(accelerator: Accelerator):
         datasets.disable_progress_bars()
 
 
-def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretraining, dict, str | None]:
-    """Train to the end, or to the step of a signal; the run, its figures, and the repository for the model."""
-    pretraining, repository = build(args, accelerator), None
-    if args.push_to_hub and accelerator.is_main_process:
-        repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)
+def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretraining, dict]:
+    """Train to the end, or to the step of a signal; the run, and its figures."""
+    pretraining = build(args, accelerator)
     if args.report_to != "none":
         options = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
         # TensorBoard takes no lists.
@@ -252,7 +249,7 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
     with pretraining.stop, processes.watching_processes():
         try:
             pretraining.run()
-            return pretraining, finish(args, pretraining), repository
+            return pretraining, finish(args, pretraining)
         except processes.StopRequested:
             saved = pretraining.save_progress()
             accelerator.end_training()
@@ -286,11 +283,9 @@ def run(args: PretrainArguments) -> dict:
             configure_logging(accelerator)
             held.enter_context(claim(Path(args.output_dir), main=accelerator.is_main_process))
             accelerator.wait_for_everyone()
-            pretraining, metrics, repository = train(args, accelerator)
+            pretraining, metrics = train(args, accelerator)
             accelerator.end_training()
             report(metrics, args)
-            if repository is not None:
-                upload(args.output_dir, repository, pretraining.config.model_type)
         except (OSError, MemoryExceededError, SavingError, processes.LostProcessError) as error:
             if not checkpoints(Path(args.output_dir)):
                 raise

@@ -7,8 +7,6 @@ A Space is a page of a published model: its files name the model, which stays wh
 """
 
 import argparse
-import logging
-import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,16 +25,12 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from modeling_tnn import __version__
 from tnn_programs.cli.atomic import read_json, write_json
-from tnn_programs.cli.card_options import build_publishing_parser
 from tnn_programs.cli.model_path import load
 from tnn_programs.training import card_inputs
 from tnn_programs.training.model_card import write_card
 
-logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-# Files in the folder of a training that are not published.
-NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*", "training_args.bin"]
 # The release that the page of a Space is tested with in a browser.
 GRADIO = "6.31.0"
 PACKAGE = f"modeling-tnn[scripts,space]=={__version__}"
@@ -194,22 +188,3 @@ def publishing_errors(folder: str | Path, command: str, lost: str = "Nothing was
             f"{lost}: {type(error).__name__}: {error}. The model in {folder} is unchanged. To publish "
             f"it later:\n  {command}"
         ) from error
-
-
-def open_repository(name: str | None, folder: str, private: bool | None) -> str:
-    """Create or find the repository for a model, so that a PublishingError appears before the training."""
-    try:
-        return HfApi().create_repo(name or Path(folder).resolve().name, private=private, exist_ok=True).repo_id
-    except (HTTPError, OSError, RuntimeError) as error:
-        raise PublishingError(f"The repository cannot be opened for --push_to_hub: {error}") from error
-
-
-def upload(folder: str, repository: str, model_type: str):
-    """Publish a trained model: a TNN with its code and a card, another model as it was saved."""
-    if model_type == "tnn":
-        given = [str(folder), "--repo_id", repository]
-        run(build_publishing_parser().parse_args(given), shlex.join(["tnn", "push", *given]))
-    else:
-        with publishing_errors(folder, f"hf upload {repository} {folder}"):
-            HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)
-    logger.info("uploaded to %s", repository)

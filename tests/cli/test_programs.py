@@ -116,11 +116,10 @@ class TestFinetuneGlue(TrainingTests):
     arguments = [GlueArguments, training_options()]
     refused = {
         "": "one of --do_train, --do_eval, --do_predict and --sweep must be given",
-        "--do_eval --push_to_hub": "--push_to_hub must be given with --do_train or --sweep",
+        "--do_train --push_to_hub": "--push_to_hub must not be given for this program: publish",
         "--sweep --learning_rate 1e-3": "--learning_rate must not be given with --sweep, .* got 0.001",
         "--sweep --seed 7": "--seed must not be given with --sweep, which reads --sweep_seeds, got 7",
         "--sweep --resume_from_checkpoint latest": "--sweep must be given without --resume_from_checkpoint",
-        "--sweep --push_to_hub --hub_token x": "--hub_token must not be given",
         "--sweep --sentence1_key a": "--sentence1_key must be given with --train_file",
         "--max_eval_samples -1": "--max_eval_samples must be at least 1, got -1",
         "--task_name sst3": "--task_name must be all or one of cola, ",

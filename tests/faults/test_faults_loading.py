@@ -13,12 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
 
-from helpers.glue import glue_options
 from helpers.hub_server import TOKEN, HangUp, HubServer, client
 from helpers.models import seeded, tiny_config
-from helpers.scripts import run_script, save_model, write_config, write_text
+from helpers.scripts import run_script, save_model
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
-from tnn_programs.training import publishing
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -213,40 +211,17 @@ def test_models_of_finished_cards(hub, tmp_path, capsys):
     assert not hub.repos
 
 
-def test_pretraining_without_a_network(hub, tmp_path, monkeypatch):
-    """The repository is opened before. At its end the model is there, and is published by the command in the error.
-
-    With its code, figures and a card; one of another kind as it is, without the checkpoints.
-    """
-    config, text, out = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt"), tmp_path / "out"
-    command = ["pretrain", "--config_name", config, "--train_file", text, "--output_dir", out, "--max_steps", 2]
-    command += ["--checkpointing_steps", 2, "--hub_private_repo"]
+def test_publication_without_a_network(hub, tmp_path):
+    """The error names the command that publishes the model later: with its code, figures and a card."""
+    out = save_model(tmp_path / "out", tno_type="rpe", decay=0.9)
+    (out / "metrics.json").write_text(json.dumps({"perplexity": 12.375, "steps": 60}))
+    command = ["push_to_hub", out, "--repo_id", "user/out", "--private"]
     hub.on_upload = hang_up
-    with monkeypatch.context() as patched:
-        patched.setattr("tnn_programs.training.publishing.HfApi", lambda: NOWHERE)
-        is_refused("repository cannot be opened for --push_to_hub: .*Connect", *command, "--push_to_hub")
-    assert not (out / "metrics.json").exists()
-    is_refused(r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out", *command, "--push_to_hub")
-    AutoModelForCausalLM.from_pretrained(out)
+    is_refused(r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out --private", *command)
     hub.on_upload = lambda: None
-    run_script("push_to_hub", out, "--repo_id", "user/out")
-    saved = {"config.json", "model.safetensors", "tokenizer.json", "metrics.json"}
-    assert saved | {"README.md", "modeling_tnn.py"} < hub.files("user/out").keys() and hub.repos["user/out"].private
-    publishing.upload(out, publishing.open_repository("user/other", out, None), "gpt2")
-    files = hub.files("user/other").keys()
-    assert saved < files and not any("checkpoint" in name for name in files)
-
-
-def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
-    """It has the code and the measurements, and none of the pickles that Trainer writes."""
-    given = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 2, "--push_to_hub"]
-    run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_model_id", "user/sentiment"))
-    files = hub.files("user/sentiment")
-    assert {"model.safetensors", "tokenizer.json", "modeling_tnn.py", "README.md"} < files.keys()
-    assert not any(name.endswith((".bin", ".pt")) for name in files)
-    card = files["README.md"].decode()
-    accuracy = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"]
-    assert f"| accuracy | {accuracy:.4f} |" in card and "| learning_rate | 0.01 |" in card and "sst2" in card
+    run_script(*command)
+    saved = {"config.json", "model.safetensors", "tokenizer.json", "metrics.json", "README.md", "modeling_tnn.py"}
+    assert saved < hub.files("user/out").keys() and hub.repos["user/out"].private
 
 
 # The client waits a second before each of its attempts.

@@ -148,29 +148,14 @@ def test_pictures_of_the_kernels(tmp_path):
         load_served(str(folder), "auto", None)
 
 
-def test_what_does_not_start(monkeypatch, tmp_path):
-    """One line, before anything is loaded or trained: no Gradio, a wrong number."""
+def test_what_does_not_start(monkeypatch):
+    """One line, before anything is loaded: no Gradio, a wrong number."""
     model = ["--model_name_or_path", "nowhere"]
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gradio", None)
-        for program in (["serve.py", *model], ["demo.py", "--serve", "--output_dir", tmp_path / "out"]):
-            done = run(*program, check=False)
-            last = done.stderr.splitlines()[-1]  # after the line that the Hub is tried
-            assert done.returncode == 1 and "Traceback" not in done.stderr and last.startswith("error: ")
-            assert 'pip install "modeling-tnn[space]"' in last and not (tmp_path / "out").exists()
+        done = run("serve.py", *model, check=False)
+        last = done.stderr.splitlines()[-1]  # after the line that the Hub is tried
+        assert done.returncode == 1 and "Traceback" not in done.stderr and last.startswith("error: ")
+        assert 'pip install "modeling-tnn[space]"' in last
     done = run("serve.py", *model, "--max_input_tokens", 0, check=False)
     assert done.returncode == 2 and "error: --max_input_tokens must be at least 1, got 0" in done.stderr
-
-
-def test_the_demo_and_its_page(folder, monkeypatch):
-    """It is trained first, unless there is a model already."""
-    done, page, figures = [], "tnn_programs.serving.page", {"unstable_layers": []}
-    monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
-    monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))
-    refused = run("demo.py", "--serve", "--output_dir", folder, check=False)
-    assert (refused.returncode, done) == (2, [])
-    assert "holds a model. Give --overwrite_output_dir to replace it" in refused.stderr
-    monkeypatch.setattr("tnn_programs.training.pretrain.run", lambda args: done.append("trained") or figures)
-    (folder / "metrics.json").write_text("{}")
-    run("demo.py", "--serve", "--output_dir", folder, "--overwrite_output_dir")
-    assert done == ["trained", str(folder)]

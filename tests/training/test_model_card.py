@@ -16,7 +16,7 @@ from modeling_tnn import (
     TnnForMaskedLM,
     TnnForTimeSeriesPrediction,
 )
-from tnn_programs.cli.card_options import build_publishing_parser
+from tnn_programs.push_to_hub import build_parser
 from tnn_programs.training import card_inputs
 from tnn_programs.training.card_inputs import INPUTS, collect
 from tnn_programs.training.model_card import TEMPLATE, render, write_card
@@ -53,7 +53,7 @@ def card(tmp_path):
     """The text of the card of a model, whose folder has these JSON files; `lengths` and `glue` are other reports."""
 
     def write(model, lengths=None, glue=None, folder="trained", settings=(), published=False, **files):
-        args = build_publishing_parser().parse_args([str(tmp_path / folder), "--repo_id", "user/model"])
+        args = build_parser().parse_args([str(tmp_path / folder), "--repo_id", "user/model"])
         args.published = published
         args.folder.mkdir(exist_ok=True)
         for name, content in files.items():

@@ -23,8 +23,8 @@ from transformers import (
 
 from helpers.programs import unlike
 from helpers.scripts import read, run, run_script, weights, words
-from tnn_programs.cli.card_options import build_publishing_parser
 from tnn_programs.cli.parser import load_config
+from tnn_programs.push_to_hub import build_parser
 from tnn_programs.training import run_image_classification as script
 from tnn_programs.training.peers import vit_like
 from tnn_programs.training.publishing import stage
@@ -70,7 +70,7 @@ def test_it_learns_and_classifies(data, tmp_path):
     processor = ViTImageProcessor.from_pretrained(tmp_path)
     answer = pipeline("image-classification", model=str(tmp_path), image_processor=processor)(image["img"], top_k=1)
     assert answer[0]["label"] == CLASSES[image["kind"]]
-    stage(build_publishing_parser().parse_args([str(tmp_path), "--repo_id", "user/stripes"]), tmp_path / "published")
+    stage(build_parser().parse_args([str(tmp_path), "--repo_id", "user/stripes"]), tmp_path / "published")
     published = {path.name for path in (tmp_path / "published").iterdir()}
     assert {"config.json", "model.safetensors", "preprocessor_config.json", "modeling_tnn.py"} <= published
     assert "training_args.bin" not in published
