@@ -14,7 +14,6 @@ Example:
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --space
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --output_dir outputs/to-push
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --card_dir model_cards/tnn-demo
-    python scripts/push_to_hub.py outputs --cards model_cards
 """
 
 import argparse
@@ -31,7 +30,7 @@ from tnn_programs.cli.parser import ProgramParser
 def build_parser() -> argparse.ArgumentParser:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="Saved model, with the metrics.json of its training.")
-    parser.add_argument("--repo_id", help="Name of the repository: USER/NAME.")
+    parser.add_argument("--repo_id", required=True, help="Name of the repository: USER/NAME.")
     parser.add_argument("--description", default="", help="One or two sentences for the top of the card.")
     parser.add_argument("--data", default="", help="Training data; from training_args.json unless given.")
     parser.add_argument("--dataset_id", default="", help="Hub id of the data; from training_args.json unless given.")
@@ -43,7 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--conversion", type=Path, help="JSON file of to_recurrent.py; from the folder unless given.")
     parser.add_argument("--kernels", type=Path, help="Output folder of plot_kernels.py.")
     parser.set_defaults(published=True)
-    parser.add_argument("--cards", type=Path, help="A folder of finished cards, each published with FOLDER/NAME.")
     parser.add_argument("--private", action="store_true", help="Make a new repository private.")
     parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
     parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")
@@ -60,12 +58,7 @@ def main():
     args = parser.parse_args()
     if args.output_dir is not None and not args.dry_run:
         parser.error(f"--output_dir must be given with --dry_run, got {args.output_dir} alone")
-    if (args.repo_id is None) == (args.cards is None):
-        parser.error("either --repo_id must be given, or --cards")
-    if args.cards is None:
-        check_model_path(args.folder, "folder")
-    elif args.space:
-        parser.error("--space must be given with --repo_id, got it with --cards")
+    check_model_path(args.folder, "folder")
     args.published = not args.dry_run
     with importing("scripts"):
         from tnn_programs.training.publishing import rehearse, run

@@ -24,7 +24,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from modeling_tnn import __version__
-from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.model_path import load
 from tnn_programs.training import card_inputs
 from tnn_programs.training.model_card import write_card
@@ -59,19 +58,6 @@ class PublishingError(UserError):
     """The error for a failed upload. The files on this machine are unchanged."""
 
 
-def stage_all(args: argparse.Namespace, target: Path) -> dict[str, Path]:
-    """Write the files of the model, or of the models of finished cards; the names of the repositories, and folders."""
-    if args.cards is None:
-        stage(args, target)
-        return {args.repo_id: target}
-    cards = sorted(path.parent for path in args.cards.glob(f"*/{card_inputs.INPUTS['card']}"))
-    if not cards:
-        raise ValueError(f"--cards must be a folder of cards, got {args.cards}")
-    if missing := [card.name for card in cards if not (args.folder / card.name).is_dir()]:
-        raise ValueError(f"{args.folder} must have a model for each card, got none for {', '.join(missing)}")
-    return dict(stage_card(card, args.folder / card.name, target / card.name, args.max_shard_size) for card in cards)
-
-
 def stage(args: argparse.Namespace, target: Path):
     """Write all files of the repository of a model to `target`."""
     if args.card_dir is not None:
@@ -84,22 +70,6 @@ def stage(args: argparse.Namespace, target: Path):
     if args.card_dir is not None:
         shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
     save(model, args.folder, target, args.max_shard_size)
-
-
-def stage_card(card: Path, folder: Path, target: Path, max_shard_size: str) -> tuple[str, Path]:
-    """Write the model in `folder` with its finished card to `target`; the name of its repository, and `target`."""
-    model = card_inputs.load(folder)
-    figures = read_json(card / card_inputs.INPUTS["metrics"])
-    found = card_inputs.read_metrics(read_json(card_inputs.metrics_file(folder)))
-    if found != figures:
-        different = sorted(name for name in found | figures if found.get(name) != figures.get(name))
-        raise ValueError(f"The model in {folder} is not that of {card}: their {', '.join(different)} differ")
-    shutil.copytree(card, target)
-    settings = read_json(card / card_inputs.INPUTS["card"])
-    write_json(target / card_inputs.INPUTS["card"], settings | {"published": True})
-    write_card(target)
-    save(model, folder, target, max_shard_size)
-    return settings["repo_id"], target
 
 
 def save(model: PreTrainedModel, folder: Path, target: Path, max_shard_size: str):
@@ -145,11 +115,11 @@ def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model")
 
 def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
     """Stage and publish; the addresses of repositories and Space. An error names the `command` to publish later."""
-    lost = "Nothing was published" if args.cards is None else "Not all models were published"
     with tempfile.TemporaryDirectory() as folder:
-        staged = stage_all(args, Path(folder) / "model")
-        with publishing_errors(args.folder, command, lost):
-            urls = [publish(path, repo_id, args.private) for repo_id, path in staged.items()]
+        model = Path(folder) / "model"
+        stage(args, model)
+        with publishing_errors(args.folder, command, "Nothing was published"):
+            urls = [publish(model, args.repo_id, args.private)]
         if args.space:
             page = write_space(Path(folder) / "space", urls[0].repo_id, args)
             with publishing_errors(args.folder, command, "The Space was not published"):
@@ -159,14 +129,14 @@ def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
 
 def rehearse(args: argparse.Namespace) -> Iterator[str]:
     """Lines on what `run` would publish. Without contact to the Hub; `--output_dir`, a new folder, gets the files."""
-    if args.cards is None:
-        validate_repo_id(args.repo_id)
+    validate_repo_id(args.repo_id)
     if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
         raise ValueError(f"--output_dir must be a new or an empty folder, got {args.output_dir}")
     seen = "private" if args.private else "public"
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        staged = {f"model {repo_id}": path for repo_id, path in stage_all(args, model).items()}
+        stage(args, model)
+        staged = {f"model {args.repo_id}": model}
         if args.space:
             staged[f"Space {args.repo_id}"] = write_space(Path(folder) / "space", args.repo_id, args)
         if args.output_dir is not None:
@@ -179,7 +149,7 @@ def rehearse(args: argparse.Namespace) -> Iterator[str]:
 
 
 @contextmanager
-def publishing_errors(folder: str | Path, command: str, lost: str = "Nothing was published") -> Iterator[None]:
+def publishing_errors(folder: str | Path, command: str, lost: str) -> Iterator[None]:
     """Turn all errors of an upload to the Hub into a PublishingError that says what is `lost`."""
     try:
         yield
