@@ -18,6 +18,7 @@ from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
+from modeling_tnn.tools.comparing import plot_by_length
 from tnn_programs.cli import model_path
 from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.model_path import check_model_path
@@ -247,10 +248,7 @@ def plot_lengths(rows: list[dict], trained: int, target: Path):
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot([row["length"] for row in rows], [row["perplexity"] for row in rows], marker="o")
+    plot_by_length({"perplexity": {row["length"]: row["perplexity"] for row in rows}}, axes)
     axes.axvline(trained, color="grey", linestyle=":", label="trained length")
-    axes.set(xscale="log", xlabel="tokens in a text", ylabel="perplexity")
-    axes.set_xticks([row["length"] for row in rows], [f"{row['length']:,}" for row in rows])
-    axes.minorticks_off()
     axes.legend()
     figure.savefig(target / "length_extrapolation.png", dpi=120, metadata={"Software": None})
