@@ -29,7 +29,7 @@ SIZES = {
     "filters": (((2048, 828), (512, 512), (8192, 828), (2048, 1587), (8192, 1587), (8192, 4096)), ((64, 16),)),
     "batch_sizes": ((1, 64), (1, 8)),  # of decoding
     "prompt": (512, 16),
-    "counts": ((160, 416), (4, 8)),  # new tokens between which decoding is timed, after graphs were recorded
+    "counts": ((160, 416), (16, 32)),  # new tokens between which decoding is timed: multiples of a launch of 16
     "numbers": (2**28, 2**20),  # that are copied to measure the speed of memory
     "decay": (0.99, 0.99),
 }

@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import CompileConfig, PreTrainedModel
 
 from modeling_tnn.compile.regions import compile_regions
+from modeling_tnn.compile.token_loop import write_tokens
 from modeling_tnn.kernels.loss import linear_cross_entropy
 from tnn_programs.benchmarks.measure import autocast
 from tnn_programs.benchmarks.models import training_loss
@@ -18,7 +19,8 @@ from tnn_programs.training.passes import WARM_UP_PASSES, CudaRecorder
 WAYS = ("auto compiled captured", "auto compiled", "auto", "gpt2 compiled with loss captured")
 WAYS += ("gpt2 compiled with loss", "gpt2 compiled", "gpt2", "llama compiled with loss", "llama compiled", "mamba2")
 WAYS += ("fused", "matmul")
-DECODED = (("auto", "static"), ("gpt2", "static"), ("auto", "dynamic"))  # models and caches
+# Models and caches; "loop": several tokens for each launch, with a static cache.
+DECODED = (("auto", "static"), ("gpt2", "static"), ("auto", "loop"), ("auto", "dynamic"))
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -141,7 +143,8 @@ def decoding(args) -> Iterator[dict]:
     # A copy reads and writes each byte.
     source = torch.ones(args.numbers, device=args.device)
     copying = timed(lambda: partial(torch.empty_like(source).copy_, source), args)["milliseconds"]
-    static = {"cache_implementation": "static", "compile_config": compile_config(args)}
+    options = {"static": {"cache_implementation": "static", "compile_config": compile_config(args)}, "dynamic": {}}
+    options["loop"] = {"cache_implementation": "static", "custom_generate": write_tokens}
     for way, cache in DECODED:
         model = build_model(way, args, args.prompt + args.counts[1]).to(torch.bfloat16).eval()
         model.generation_config.eos_token_id = None
@@ -149,7 +152,7 @@ def decoding(args) -> Iterator[dict]:
         for batch_size in args.batch_sizes:
             row = {"way": way, "cache": cache, "batch_size": batch_size, "floor_ms": floor}
             try:
-                milliseconds = milliseconds_of_a_token(model, batch_size, static if cache == "static" else {}, args)
+                milliseconds = milliseconds_of_a_token(model, batch_size, options[cache], args)
                 row |= {"ms_per_token": milliseconds, "over_floor": milliseconds / floor}
                 row |= {"tokens_per_second": 1000 * batch_size / milliseconds}
             except Exception as error:  # a row of the table; the other models go on
@@ -168,5 +171,6 @@ def milliseconds_of_a_token(model: PreTrainedModel, batch_size: int, options: di
     watch, (first, last) = Stopwatch(args), args.counts
     # Without padding tokens.
     ids = torch.randint(5, model.config.vocab_size, (batch_size, args.prompt), device=args.device)
-    model.generate(ids, max_new_tokens=last, do_sample=False, streamer=watch, **options)
+    # One more: then `last` is in a launch of 16 tokens, as `first` is, and not in one of the rest.
+    model.generate(ids, max_new_tokens=last + 1, do_sample=False, streamer=watch, **options)
     return 1000 * (watch.times[last] - watch.times[first]) / (last - first)
