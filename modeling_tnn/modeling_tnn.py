@@ -73,6 +73,7 @@ from .norms import NORM_POSITIONS, LayerNorm, SimpleRMSNorm, build_final_norm, b
 from .numerics import by_parts, compute_dtype, parameter_dtype
 from .packing import Documents, documents_of, positions_of, read_bounds
 from .position_encoder import CastingLinear, sinusoidal_embedding
+from .self_check import check_loaded, write_check
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_CONTEXT, LayerContext, ToeplitzOperator
 from .toeplitz_fused import activated_product
@@ -181,18 +182,26 @@ class TnnPreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules_strict = [rf".+\.mixer\.tno\.(.+\.)?({'|'.join(exact)})"]
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs):
-        """Load a model as in transformers, with two precautions against untrusted checkpoints.
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *model_args, use_safetensors=True, self_check=True, **kwargs
+    ):
+        """Load a model as in transformers, with two precautions against untrusted checkpoints, and a check.
 
         Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
         configuration declares are compared with the weights before memory is allocated (`CheckpointMismatchError`).
+        What the model gives is compared with what it gave when it was saved (`SelfCheckError`), see `self_check.py`,
+        unless `self_check=False`.
         """
         use_safetensors = use_safetensors is not False
         if use_safetensors:
             extensions.check_before_loading(cls, pretrained_model_name_or_path, kwargs)
-        return super().from_pretrained(
+        loaded = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
         )
+        if self_check:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+            check_loaded(model, pretrained_model_name_or_path, kwargs)
+        return loaded
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, *arguments):
@@ -204,13 +213,19 @@ class TnnPreTrainedModel(PreTrainedModel):
             raise ValueError(f"`pp_size` must be at most {layers}, a stage for each layer, got {stages}")
         return super().maybe_distribute_model(model, distributed_config, *arguments)
 
-    def save_pretrained(self, *arguments, **options):
-        """Save the model as in transformers, with its code, see `hub.py`."""
+    def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
+        """Save the model as in transformers, with its code, see `hub.py`, and what it gives, see `self_check.py`."""
         self.config._models = __file__
         try:
-            return super().save_pretrained(*arguments, **options)
+            super().save_pretrained(save_directory, is_main_process, *arguments, **options)
         finally:
             self.config._models = None
+        if is_main_process and not options.get("push_to_hub"):
+            write_check(self, save_directory)
+
+    def _upload_modified_files(self, working_dir, *arguments, **options):
+        write_check(self, working_dir)
+        return super()._upload_modified_files(working_dir, *arguments, **options)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

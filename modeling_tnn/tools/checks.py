@@ -17,11 +17,9 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
+from ..self_check import LOCATION
 
-# Arguments of `from_pretrained` that say where files are.
-LOCATION_KWARGS = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
-
-# Arguments that disable the checks: the weights come from elsewhere, or may have other sizes or names.
+# Arguments of `from_pretrained` that disable the checks: weights are from elsewhere, or of other sizes or names.
 UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes", "key_mapping")
 
 # Prefixes of the parameters of heads.
@@ -99,7 +97,7 @@ def check_weights(declared: dict[str, torch.Size], stored: dict[str, torch.Size]
 
 def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
     """Refuse missing or damaged files of `from_pretrained(source, **options)`, and weights that do not fit."""
-    where = {name: options[name] for name in LOCATION_KWARGS if options.get(name)}
+    where = {name: options[name] for name in LOCATION if options.get(name)}
     if source is None or any(options.get(name) not in (None, False) for name in UNCHECKED_KWARGS):
         return
     find = partial(cached_file, source, _raise_exceptions_for_missing_entries=False, **where)
@@ -109,7 +107,7 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     config, config_class = options.get("config"), model_class.config_class
     if not isinstance(config, PreTrainedConfig):
         # Fields of the configuration may be among the options.
-        given = where | {name: value for name, value in options.items() if name not in ("config", *LOCATION_KWARGS)}
+        given = where | {name: value for name, value in options.items() if name not in ("config", *LOCATION)}
         config, _ = config_class.from_pretrained(config or source, return_unused_kwargs=True, **given)
     if (saved := find(CONFIG_NAME)) is not None:
         trained, _ = PreTrainedConfig.get_config_dict(Path(saved).parent)

@@ -148,7 +148,7 @@ def test_weights_that_are_whole_numbers(dtype, folder):
     refuses(folder, "norm.weight must have floating-point numbers, got [BIC]")
     for good in (torch.float16, torch.bfloat16, torch.float64):
         save_file({name: weight.to(good) for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
-        AutoModelForCausalLM.from_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder, self_check=False)
 
 
 def test_another_head_or_depth_is_no_damage(folder, tmp_path):

@@ -1,0 +1,196 @@
+"""A saved model proves itself when it is loaded: each block gives what it gave when the folder was written.
+
+    s(X) = ( |X|, p_1 .. p_K ),    p_k = sum_ij a_k(i) X_ij b_k(j),    a_k(i) = 2^0.5 cos(k 2^0.5 i^2), b_k with 3^0.5
+
+`save_pretrained` runs the weights that it has written in float64 on the CPU, one block at a time, and writes the
+summary s of each hidden state to `self_check.json`. A relative error e of X changes each p by about e |X|.
+"""
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import distributed
+from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+
+logger = logging.get_logger(__name__)
+
+FILE, SWITCH = "self_check.json", "TNN_SELF_CHECK"
+LARGEST = 2**31  # parameters, of which a check takes some seconds
+# Relative differences that are a warning, and an error. Where loading has rounded the weights they count in units of
+# the dtype's precision, and `OF_HEAD` times more for the few numbers that a head gives (measured: up to 1.4, and 37).
+EXACT, ROUNDED, OF_HEAD = (1e-9, 1e-7), (10, 60), 10
+# Arguments of `from_pretrained`: where files are, and that say that the weights are not those of the folder.
+LOCATION = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
+OTHER_WEIGHTS = ("state_dict", "gguf_file", "variant", "ignore_mismatched_sizes")
+# Fields that do not change what a model gives when it is evaluated.
+NEUTRAL = {"use_cache", "tno_implementation", "tno_class", "hidden_dropout_prob", "attention_dropout", "initializer"}
+NEUTRAL |= {"classifier_dropout", "initializer_range", "bos_token_id", "pad_token_id", "eos_token_id", "auto_map"}
+
+
+class SelfCheckError(ValueError):
+    """The error for a loaded model that does not give what it gave when it was saved."""
+
+
+def summarize(x: torch.Tensor) -> list[float]:
+    """The norm of `x` `(..., N, d)` and its projections."""
+    x = x.reshape(-1, x.shape[-1]).double()
+    k = torch.arange(1.0, 5, dtype=x.dtype)[:, None]  # (K, 1)
+    a, b = (
+        2**0.5 * torch.cos(k * c**0.5 * torch.arange(n, dtype=x.dtype) ** 2)
+        for c, n in zip((2, 3), x.shape, strict=True)
+    )
+    return [float(f"{value:.11g}") for value in (x.norm(), *((a @ x) * b).sum(1))]
+
+
+def inputs_of(config, name: str, length: int) -> torch.Tensor:
+    """Tokens `(1, L)` or values for the argument `name` of a model."""
+    shapes = {"input_ids": (length,), "pixel_values": (config.num_channels, config.image_size, config.image_size)}
+    shape = (1, *shapes.get(name, (length, config.input_channels or 1)))
+    count = torch.arange(math.prod(shape)).view(shape) ** 2
+    return count * 7919 % config.vocab_size if name == "input_ids" else torch.cos(count.double())
+
+
+@torch.no_grad()
+def summaries(model_class: type, config, find: Callable[[str], torch.Tensor], length: int, head: bool) -> dict:
+    """The summaries by name, in the order of the model. `find` gives the tensor of a name."""
+    config = copy.deepcopy(config)
+    config.use_cache, config._attn_implementation = False, "sdpa"
+    config.tno_implementation = config.tno_implementation.replace("triton", "auto")
+    with torch.device("meta"):
+        model = model_class(config).eval()
+    body, found = model.base_model, {}
+    prefix = "" if body is model else f"{model.base_model_prefix}."
+
+    def fill(module, prefix, left_out=()):
+        names = [name for name in module.state_dict() if not name.startswith(left_out)]
+        tensors = ((name, find(prefix + name)) for name in names)
+        wide = {name: one.double() if one.is_floating_point() else one for name, one in tensors}
+        module.load_state_dict(wide, strict=False, assign=True)
+
+    def enter(layer, inputs, name):
+        found.setdefault("embeddings", summarize(inputs[0]))
+        fill(layer, f"{prefix}{name}.")
+
+    def leave(layer, inputs, output, name):
+        found[name] = summarize(output)
+        layer.to("meta")
+
+    for index, layer in enumerate(body.layers):
+        layer.register_forward_pre_hook(partial(enter, name=f"layers.{index}"))
+        layer.register_forward_hook(partial(leave, name=f"layers.{index}"))
+    fill(body, prefix, ("layers.",))
+    if getattr(body, "rotary", None) is not None:  # its frequencies are in no file
+        body.rotary = type(body.rotary)(config)
+    if getattr(body, "embed_tokens", None) is not None:  # all rows, of which the tokens are few
+        found["embed_tokens"] = summarize(body.embed_tokens.weight)
+    name, padded = body.main_input_name, torch.arange(length)[None] >= length // 8
+    mask = {} if name == "pixel_values" else {"attention_mask": padded}
+    states = body(**{name: inputs_of(config, name, length)}, **mask).last_hidden_state  # (1, L, d)
+    found["norm"] = summarize(states)
+    if head and model is not body:
+        fill(model, "", (prefix, *model.all_tied_weights_keys))
+        model.tie_weights()
+        found |= summaries_of_head(model, states, length)
+    return found
+
+
+def summaries_of_head(model, states: torch.Tensor, length: int) -> dict:
+    """Those of what a head gives for the body's `states` `(1, L, d)`, given twice to a head that compares texts."""
+    inputs = inputs_of(model.config, model.main_input_name, length)
+    if any(word in type(model).__name__ for word in ("MultipleChoice", "Pair")):
+        inputs, states = torch.stack([inputs, inputs], dim=1), states.expand(2, -1, -1)
+    model.base_model.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=states)
+    outputs = model(**{model.main_input_name: inputs})
+    return {name: summarize(one) for name, one in outputs.items() if isinstance(one, torch.Tensor)}
+
+
+def write_check(model, folder: str | os.PathLike):
+    """Write the summaries of the weights that a model has saved to `folder`. A folder without them is not checked."""
+    other = distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0
+    if other or getattr(model, "_hf_peft_config_loaded", False):
+        return  # adapters alone are saved, or another process saves
+    single, index = (Path(folder, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    Path(folder, FILE).unlink(missing_ok=True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.device("cpu"))
+            names = [single.name] if single.exists() else {*json.loads(index.read_text())["weight_map"].values()}
+            files = [stack.enter_context(safe_open(Path(folder, name), "pt")) for name in names]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            sizes = {name: math.prod(file.get_slice(name).get_shape()) for name, file in places.items()}
+            if (size := sum(sizes.values())) > LARGEST:
+                raise ValueError(f"the model has more than {LARGEST:,} parameters")
+            length = max(16, min(256, 2**31 // size, model.config.max_position_embeddings))
+            find = {name: partial(file.get_tensor, name) for name, file in places.items()}
+            dtype = str(find[max(sizes, key=sizes.get)]().dtype).removeprefix("torch.")
+            saved = {"class": type(model).__name__, "dtype": dtype, "length": length}
+            blocks = summaries(type(model), model.config, lambda name: find[name](), length, head=True)
+        Path(folder, FILE).write_text(json.dumps(saved | {"blocks": blocks}, indent=1), encoding="utf-8")
+    except Exception as error:  # whatever it is, the model is saved
+        logger.warning("%s has no self-check: %s", folder, error)
+
+
+def check_loaded(model, source, options: dict):
+    """Check a model that `from_pretrained(source, **options)` has loaded, unless its folder has no summaries.
+
+    What keeps it from being checked is a warning.
+    """
+    where = {name: options[name] for name in LOCATION if options.get(name)}
+    kept = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
+    if source is None or os.environ.get(SWITCH) == "0" or (path := cached_file(source, FILE, **kept, **where)) is None:
+        return
+    try:
+        mine, folder = model.config.to_dict(), type(model.config).from_pretrained(source, **where).to_dict()
+        names = folder.keys() - PreTrainedConfig().to_dict().keys() - NEUTRAL
+        chosen = sorted(name for name in names if mine.get(name) != folder[name])
+        chosen += [name for name in OTHER_WEIGHTS if options.get(name) not in (None, False)]
+        plain = all(type(one) is torch.nn.Parameter and not one.is_meta for one in model.parameters())
+        if chosen or not plain or getattr(model, "hf_quantizer", None) is not None:
+            reason = f"the caller has chosen {', '.join(chosen)}" if chosen else "weights are quantized or elsewhere"
+            return logger.warning("%s was not checked: %s", source, reason)
+        compare(model, source, json.loads(Path(path).read_text(encoding="utf-8")))
+    except SelfCheckError:
+        raise
+    except Exception as error:  # a file of another form, or a user's class
+        logger.warning("%s was not checked: %r", source, error)
+
+
+def compare(model, source, saved: dict):
+    """Raise a SelfCheckError, or warn, that names the first part of a model that differs from its folder."""
+    state, head = model.state_dict(), saved["class"] == type(model).__name__
+    length = min(saved["length"], 256)
+    with torch.device("cpu"):
+        found = summaries(type(model), model.config, lambda name: state[name].cpu(), length, head)
+    errors = {name: relative_error(one, saved["blocks"][name]) for name, one in found.items()}
+    doubtful, wrong = EXACT
+    if torch.promote_types(model.dtype, getattr(torch, saved["dtype"])) != model.dtype:
+        doubtful, wrong = (factor * torch.finfo(model.dtype).eps for factor in ROUNDED)
+        hidden = ("embed", "layers", "norm")
+        errors = {name: one if name.startswith(hidden) else one / OF_HEAD for name, one in errors.items()}
+    name = next((one for limit in (wrong, doubtful) for one in errors if not errors[one] <= limit), None)
+    if name is None:
+        return
+    message = (
+        f"{source} does not give what it gave when it was saved: `{name}` differs first, by {errors[name]:.1g} of its "
+        f"size, where rounding explains {doubtful:.0e}. Its weights, configuration or code have changed, or were not "
+        f"loaded. Use it nevertheless with self_check=False or {SWITCH}=0. If you changed it, remove {FILE}."
+    )
+    if not errors[name] <= wrong:
+        raise SelfCheckError(message)
+    logger.warning(message)
+
+
+def relative_error(found: list[float], saved: list[float]) -> float:
+    """The largest difference of two summaries over the norm of the saved one; infinite unless that is a number."""
+    worst = max(abs(one - other) for one, other in zip(found, saved, strict=True))
+    return 0.0 if found == saved else worst / abs(saved[0]) if saved[0] and math.isfinite(worst) else math.inf
