@@ -16,7 +16,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .extensions import IMPLEMENTATIONS, extensions
-from .hub import AUTO_MAP, own_classes, save_code
+from .hub import own_classes, save_code
 
 LAYER_TYPES = TOEPLITZ, FULL, SLIDING = "toeplitz", "full_attention", "sliding_attention"
 MIXERS = GTU, HYENA, S4, MULTIHYENA = "gtu", "hyena", "s4", "multihyena"
@@ -548,12 +548,17 @@ class TnnConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """Check and save the configuration. A model that is saved calls it, and saves its code, see `hub.py`."""
         self.check()
-        self.auto_map = (AUTO_MAP if self._models is not None else {}) | own_classes(self, save_directory)
+        own, code = own_classes(self, save_directory), {}
+        if self._models is not None:
+            self._auto_class = None  # transformers would change the map
+            os.makedirs(save_directory, exist_ok=True)
+            operators = {name: OPERATORS[name] for name in self.tno_types if name not in BUILT_IN}
+            code = save_code(save_directory, self._models, operators)
+        self.auto_map = code | own
         if not self.auto_map:
             del self.auto_map
         super().save_pretrained(os.path.normpath(save_directory), push_to_hub, **kwargs)
-        if self._models is not None:
-            save_code(save_directory, self._models)
+        vars(self).pop("_auto_class", None)
 
     def validate_layer_type(self):
         """Nothing to check here: `_check_layers` does, and knows Toeplitz layers."""

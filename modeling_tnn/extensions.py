@@ -74,6 +74,10 @@ class Extensions:
     def open_step(self, context, tokens, position_ids):  # compile/static_cache.py
         """The context of a step of tokens that `prepare_step` has made ready, or None."""
 
+    def operator_code(self, cls: type, file, carried: set) -> bytes:  # tools/operator_code.py
+        """The code of the file of a user's operator, for folders. Without the package it is from a folder."""
+        return file.read_bytes()
+
     def prepare_step(self, model, inputs: dict) -> dict:  # compile/static_cache.py
         """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""
         return inputs

@@ -75,7 +75,7 @@ def register_operator(name: str, cls: type[ToeplitzOperator]):
     """Make `cls` the operator of `TnnConfig(tno_type=name)`.
 
     A checkpoint of such a model needs the same call before it is loaded: put it into the module of the operator, and
-    import this module. The code of the operator is not saved with a checkpoint.
+    import this module. Saved folders carry the module for places where the package is not installed, see `hub.py`.
 
     Args:
         name: a name that no other operator has.

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -38,10 +41,13 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     TnnForTimeSeriesPrediction,
     TnnForTokenClassification,
+    ToeplitzOperator,
 )
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.configuration_tnn import TOEPLITZ
 from modeling_tnn.hub import AUTO_MAP
+from modeling_tnn.tno_auto import OPERATORS
+from modeling_tnn.tools.operator_code import operator_code
 
 PACKAGE = Path(modeling_tnn.__file__).parent
 CODE = {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_tnn.py")} | {"modeling_tnn.py"}
@@ -254,6 +260,87 @@ def test_a_copy_of_another_version_in_one_process(tmp_path, monkeypatch):
     local.generate(PROMPT, past_key_values=past, **OPTIONS | {"max_new_tokens": 100})
     past.crop(-90)
     assert past.get_seq_length() == 12
+
+
+OF_A_USER = """
+import torch, transformers
+from safetensors.torch import save_file
+ids, load = torch.arange(22).view(2, 11) * 4, transformers.AutoModelForCausalLM.from_pretrained
+for folder, again in (("model", "again"), ("again", "twice")):
+    model = load(folder, trust_remote_code=True)
+    assert transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True).tno_type == "page"
+    save_file({"logits": model(ids).logits.detach()}, again + ".outputs")
+    model.save_pretrained(again)
+assert "gaussian_operator" not in sys.modules
+for folder, trusted, words in (("model", False, "trust_remote_code=True"), ("changed", True, "`layers.0` differs")):
+    try:
+        load(folder, trust_remote_code=trusted)
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(folder)
+"""
+
+
+def test_the_operator_of_a_user(tmp_path, monkeypatch):
+    """That of the page on adding one, saved twice; and one whose shipped code has another number."""
+    page = (PACKAGE.parent / "docs" / "development" / "adding-an-operator.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:2]).replace('"gaussian"', '"page"')
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "gaussian_operator.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "user")
+    monkeypatch.setitem(OPERATORS, "page", None)
+    import_module("gaussian_operator")
+    model = seeded(TnnForCausalLM, tiny_config("page", num_gaussians=3))
+    model.save_pretrained(tmp_path / "model")
+    changed = shutil.copytree(tmp_path / "model", tmp_path / "changed") / "gaussian_operator.py"
+    changed.write_text(changed.read_text().replace("-0.5", "-0.6"))
+    run(OF_A_USER, folder=tmp_path)
+    for name in ("again", "twice"):
+        logits = load_file(tmp_path / f"{name}.outputs")["logits"]
+        assert relative_error(logits, model(INPUT_IDS).logits) < UNALIGNED
+    assert {path.name for path in (tmp_path / "twice").glob("*.py")} == CODE | {
+        "gaussian_operator.py",
+        "operators_tnn.py",
+    }
+    monkeypatch.delitem(OPERATORS, "page")
+    with pytest.raises(
+        ValueError, match="import its module first"
+    ):  # where the package is, no code of the folder runs
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+
+
+STAY = {
+    "from .other import x": "imports from files beside it",
+    "import beside": "imports from files beside it",
+    "import modeling_tnn": "imports modeling_tnn as a whole",
+    "from modeling_tnn import load_preset": "imports load_preset of modeling_tnn",
+    "from modeling_tnn.tools.poles import find_unstable": "imports find_unstable of modeling_tnn",
+}
+TRAVEL = {
+    "if True:\n    from modeling_tnn import (\n        TnnConfig as C,  # a\n        TnnModel,\n    )\n": "if True:\n"
+    "    from .configuration_tnn import TnnConfig as C\n    from .modeling_tnn import TnnModel\n",
+    "import os\nfrom modeling_tnn.tno import ToeplitzOperator\n": "import os\nfrom .tno import ToeplitzOperator\n",
+}
+
+
+def test_files_that_travel_and_that_do_not(tmp_path, caplog, monkeypatch):
+    """The latter are named, and the model is saved without them."""
+    (tmp_path / "beside.py").touch()
+    cls, file = type("Own", (ToeplitzOperator,), {"__module__": "own"}), tmp_path / "own.py"
+    for code, made in TRAVEL.items():
+        file.write_text(code)
+        assert operator_code(cls, file, {PACKAGE / name for name in CODE}).decode() == made
+    for code, message in STAY.items():
+        file.write_text(code)
+        with pytest.raises(ValueError, match=message):
+            operator_code(cls, file, {PACKAGE / name for name in CODE})
+    stay = type("Cell", (OPERATORS["explicit"],), {"__module__": "__main__"})
+    monkeypatch.setitem(OPERATORS, "cell", stay)
+    seeded(TnnForCausalLM, tiny_config("cell", explicit_length=5)).save_pretrained(tmp_path / "model")
+    assert "does not travel" in caplog.text and "__main__.Cell is not a class of a module with a file" in caplog.text
+    saved = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (saved["auto_map"], saved["tno_class"]) == (AUTO_MAP, "__main__.Cell")
 
 
 TRAIN = """
