@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .parallel.sequence import SequenceParallel
     from .serving.scheduler import BatchScheduler
     from .tools.comparing import evaluate_by_length, match_parameters, plot_by_length, state_bytes_by_length
+    from .tools.embedding import embed_texts
     from .tools.poles import PoleCallback, find_unstable, project_poles
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "ToeplitzOperator",
     "causal_toeplitz_matmul",
     "dense_toeplitz",
+    "embed_texts",
     "evaluate_by_length",
     "find_unstable",
     "keep_products",
@@ -77,12 +79,13 @@ _LATER = {
     "parallel.sequence": ["SequenceParallel"],
     "serving.scheduler": ["BatchScheduler"],
     "tools.comparing": ["evaluate_by_length", "match_parameters", "plot_by_length", "state_bytes_by_length"],
+    "tools.embedding": ["embed_texts"],
     "tools.poles": ["PoleCallback", "find_unstable", "project_poles"],
 }
 
 # Modules that register functions with the core, see `extensions.py`. `compile` has more, imported here already.
 _REGISTERING = "compile.static_cache kernels.loss kernels.stacking parallel.tensor tools.checks tools.operator_code"
-_REGISTERING += " tools.recurrent"
+_REGISTERING += " tools.recurrent tools.write_check"
 extensions.modules = [f"{__name__}.{name}" for name in _REGISTERING.split()]
 
 register()

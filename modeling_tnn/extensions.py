@@ -8,6 +8,7 @@ up to rounding: without the package, speed is lost, and extras whose methods rai
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from transformers.utils import logging
 
@@ -97,6 +98,10 @@ class Extensions:
     def to_recurrent(self, model, order: int, window: int, tolerance: float | None) -> tuple:  # tools/recurrent.py
         """A copy of a causal model whose kernels are recurrences of low order, and a report for each layer."""
         raise ImportError(f"to_recurrent {NEEDS_PACKAGE}")
+
+    def write_check(self, model, folder):  # tools/write_check.py
+        """Write what the model saved in `folder` gives. Without the package, remove what an earlier one gave."""
+        Path(folder, "self_check.json").unlink(missing_ok=True)
 
 
 extensions = Extensions()

@@ -45,11 +45,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TnnAttention, TnnRotaryEmbedding, make_attention_inputs
-from .cache_tnn import CACHE, cache_argument, open_cache, takes_cache, with_cache_as
+from .cache_tnn import CACHE, open_cache, takes_cache, with_cache_as
 from .configuration_tnn import OPERATORS, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
 from .inputs import (
-    POOLINGS,
     can_be_read,
     check_attention_mask,
     check_class_labels,
@@ -70,10 +69,10 @@ from .inputs import (
 from .linear import apply_linear, apply_together
 from .mixers import TOEPLITZ_MIXERS, SkipWeight
 from .norms import NORM_POSITIONS, LayerNorm, SimpleRMSNorm, build_final_norm, build_norm, with_mask
-from .numerics import by_parts, compute_dtype, parameter_dtype
+from .numerics import by_parts, parameter_dtype
 from .packing import Documents, documents_of, positions_of, read_bounds
 from .position_encoder import CastingLinear, sinusoidal_embedding
-from .self_check import check_loaded, write_check
+from .self_check import check_loaded
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_CONTEXT, LayerContext, ToeplitzOperator
 from .toeplitz_fused import activated_product
@@ -221,10 +220,10 @@ class TnnPreTrainedModel(PreTrainedModel):
         finally:
             self.config._models = None
         if is_main_process and not options.get("push_to_hub"):
-            write_check(self, save_directory)
+            extensions.write_check(self, save_directory)
 
     def _upload_modified_files(self, working_dir, *arguments, **options):
-        write_check(self, working_dir)
+        extensions.write_check(self, working_dir)
         return super()._upload_modified_files(working_dir, *arguments, **options)
 
     @torch.no_grad()
@@ -384,47 +383,6 @@ class TnnModel(TnnPreTrainedModel):
         if documents is not None and self.config.causal and (use_cache or cache is not None):
             raise ValueError("A row must be one document when a cache is used, got several (`position_ids`)")
         return documents
-
-    @torch.no_grad()
-    def embed(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, pooling: str = "mean",
-        chunk_size: int = 4096,
-    ) -> torch.Tensor:  # fmt: skip
-        """One vector for each text of any length, `(B, L)` to `(B, d)`, by a causal model, without gradients.
-
-        It reads the texts in chunks that continue a cache. Memory is that of a chunk and the decoding states, which do
-        not grow but for attention and kernels without an end.
-
-        Args:
-            input_ids: `(B, L)` token ids; `input_values` of a model with `config.input_channels`.
-            attention_mask: `(B, L)`, 0 at padding, on any side. Without it all tokens are real.
-            pooling: "mean" over the hidden states of real tokens, or the "last" of them.
-            chunk_size: number of tokens of each row that are read at once.
-
-        Raises:
-            ValueError: the model is bidirectional, the pooling is unknown, the chunk size is below 1, or as for
-                `forward`.
-        """
-        self.config.require("causal", self.config.causal, "True to read in chunks")
-        if pooling not in POOLINGS or chunk_size < 1:
-            names = ", ".join(POOLINGS)
-            raise ValueError(
-                f"`pooling` must be one of {names}, `chunk_size` at least 1, got {pooling!r}, {chunk_size}"
-            )
-        name = "input_ids" if self.embed_values is None else "input_values"
-        pooled, seen, cache = None, 0, None
-        for start in range(0, max(1, input_ids.shape[1]), chunk_size):
-            part = input_ids[:, start : start + chunk_size]
-            mask = None if attention_mask is None else attention_mask[:, : start + part.shape[1]]
-            outputs = self(**{name: part}, attention_mask=mask, use_cache=True, **cache_argument(cache))
-            states, cache = outputs.last_hidden_state, outputs[CACHE]
-            found = pool_tokens(pooling, states.to(compute_dtype(states.dtype)), mask)  # (B, d)
-            real = states.new_ones(part.shape[:2]) if mask is None else mask[:, start:].ne(0)
-            count = real.sum(dim=1, keepdim=True, dtype=found.dtype).to(found.device)  # (B, 1)
-            seen = seen + count
-            share = count / seen.clamp(min=1) if pooling == "mean" else count.clamp(max=1)
-            pooled = torch.lerp(pooled if start else torch.zeros_like(found), found, share)
-        return pooled.to(states.dtype)
 
     def open_pass(self, tokens, inputs_embeds, context: LayerContext, position_ids, use_cache) -> LayerContext:
         """The pass with its cache, mask and positions. A compiled step has all of them already."""

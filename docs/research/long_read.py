@@ -3,7 +3,7 @@
 The model has random weights, from a preset whose filter gets as many positions as are read. A causal model gives the
 first positions of a long pass the logits of a pass over these alone, which is computed in float64: `error` is the
 largest difference relative to the largest logit. With --chunk, a cache continues; give a --prefix beyond a chunk. With
---embed, the model reads the sequence as one vector by `TnnModel.embed`.
+--embed, the model reads the sequence as one vector by `embed_texts`.
 
 Example:
     OMP_NUM_THREADS=1 python docs/research/long_read.py --positions 1000000
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn import TnnConfig, TnnForCausalLM, embed_texts
 from tnn_programs.cli.parser import parse_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def read(model: PreTrainedModel, args: argparse.Namespace) -> dict:
     """The figures of reading random tokens, the first of which are read again unless the outputs are a vector."""
     ids = torch.randint(model.config.vocab_size, (1, args.positions))
     before, starts = peak(), (time.perf_counter(), time.process_time())
-    outputs = model.model.embed(ids, chunk_size=args.chunk) if args.embed else logits_of(model, ids, args.chunk)
+    outputs = embed_texts(model.model, ids, chunk_size=args.chunk) if args.embed else logits_of(model, ids, args.chunk)
     figures = {"positions": args.positions, "chunk": args.chunk, "seconds": time.perf_counter() - starts[0]}
     figures |= {"cpu_seconds": time.process_time() - starts[1], "peak_gib": peak(), "gib_before": before}
     if args.embed:
