@@ -1,6 +1,7 @@
 """Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, the
 folders of both packages, how the kernels of FD fall, the stable denominators of RTF, time and memory by state size, of
-classifiers by length, of a training step on a GPU and of long rows, how small language models learn, and a forecast.
+classifiers by length, of a training step on a GPU and of long rows, how small language models learn, mixers by task,
+and a forecast.
 
 Example:
     python docs/research/draw.py
@@ -50,6 +51,14 @@ SMALL_MASKED = {
     "ski_local": "SKI, local start, 2e-3",
     "rtf": "RTF, 2e-3",
     "rotary": "rotary positions, 2e-3",
+}
+# Task -> its title, the trained length, and a longer one.
+MIXER_TASKS = {
+    "recall": ("recall, % right", 64, 256),
+    "selective": ("selective copying, % right", 64, 256),
+    "passkey": ("passkey, % right", 64, 256),
+    "delay": ("delay, % right", 64, 256),
+    "text": ("WikiText-2, bits per byte\n(lower is better)", 512, 2048),
 }
 # Corners (a1, a2) of the stable denominators of order 2, and of Montel's region.
 TRIANGLE = [(-2, 1), (2, 1), (0, -1)]
@@ -354,6 +363,23 @@ def draw_lengths(device: str):
     save(figure, f"lengths-{device}")
 
 
+def draw_mixers():
+    """A bar for each mixer and task at the trained length, a point at four times the length."""
+    rows = load("mixers")["rows"][::-1]
+    figure, panels = pyplot.subplots(1, len(MIXER_TASKS), figsize=(13, 4.2), layout="constrained", sharey=True)
+    for axes, (key, (title, trained, longer)) in zip(panels, MIXER_TASKS.items(), strict=True):
+        bars, points = ([np.mean(row[f"{key}_{length}"]) for row in rows] for length in (trained, longer))
+        names = [row["mixer"].replace("`", "") for row in rows]
+        axes.barh(names, bars, color="#9ecae1", label=f"at {trained:,} tokens, as trained")
+        axes.plot(points, range(len(rows)), "o", color="#08306b", markersize=5, label=f"at {longer:,}")
+        axes.set_title(title, fontsize=10)
+        axes.grid(axis="x", alpha=0.3)
+        axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, -0.28))
+        if key == "text":
+            axes.set_xlim(left=2)
+    save(figure, "mixers")
+
+
 def plain_numbers(axes):
     """A logarithmic scale of perplexity whose marks are 60 and 200, not powers of ten."""
     axes.set(yscale="log")
@@ -428,6 +454,7 @@ def main():
     draw_gpu_step()
     draw_lengths("gpu")
     draw_lengths("cpu")
+    draw_mixers()
 
 
 if __name__ == "__main__":
