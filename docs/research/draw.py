@@ -347,15 +347,17 @@ def draw_lengths(device: str):
     if not (FIGURES / f"lengths/{device}.json").exists():
         return
     rows = load(f"lengths/{device}")["rows"]
-    figure, panels = pyplot.subplots(2, 2, figsize=(9.5, 6), sharex=True, layout="constrained")
-    for line, (key, label) in zip(
-        panels, {"milliseconds": "ms", "peak_mebibytes": "MiB at most"}.items(), strict=True
-    ):
+    labels = {"milliseconds": "ms", "peak_mebibytes": "MiB at most"}
+    labels = {key: label for key, label in labels.items() if any(key in row for row in rows)}
+    size = {"figsize": (9.5, 3.2 * len(labels)), "sharex": True, "squeeze": False}
+    figure, panels = pyplot.subplots(len(labels), 2, **size, layout="constrained")
+    for line, (key, label) in zip(panels, labels.items(), strict=True):
         for axes, (kind, title) in zip(line, {"step": "training step", "prefill": "prefill"}.items(), strict=True):
             for way in dict.fromkeys(row["way"] for row in rows):
                 found = [row for row in rows if (row["way"], row["pass"]) == (way, kind) and key in row]
-                axes.plot([row["length"] for row in found], [row[key] for row in found], "o-", markersize=4, label=way)
-            axes.set(xscale="log", yscale="log", ylabel=label, title=title)
+                points = [(row["length"], row[key]) for row in found]
+                axes.loglog(*zip(*points, strict=True), "o-", markersize=4, label=way) if points else None
+            axes.set(ylabel=label, title=title)
             axes.set_xticks(lengths := sorted({row["length"] for row in rows}), [f"{length:,}" for length in lengths])
             axes.minorticks_off()
             axes.grid(alpha=0.3)
