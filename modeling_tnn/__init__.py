@@ -85,7 +85,7 @@ _LATER = {
 
 # Modules that register functions with the core, see `extensions.py`. `compile` has more, imported here already.
 _REGISTERING = "compile.static_cache kernels.loss kernels.stacking parallel.tensor tools.checks tools.operator_code"
-_REGISTERING += " tools.recurrent tools.write_check"
+_REGISTERING += " tools.recurrent"
 extensions.modules = [f"{__name__}.{name}" for name in _REGISTERING.split()]
 
 register()

@@ -99,7 +99,7 @@ class Extensions:
         """A copy of a causal model whose kernels are recurrences of low order, and a report for each layer."""
         raise ImportError(f"to_recurrent {NEEDS_PACKAGE}")
 
-    def write_check(self, model, folder):  # tools/write_check.py
+    def write_check(self, model, folder):  # tools/checks.py
         """Write what the model saved in `folder` gives. Without the package, remove what an earlier one gave."""
         Path(folder, "self_check.json").unlink(missing_ok=True)
 

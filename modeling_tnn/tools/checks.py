@@ -1,23 +1,28 @@
-"""Checks of a checkpoint before it is loaded.
+"""Checks of a checkpoint before it is loaded, and what a later check of its values needs, see `self_check.py`.
 
 A configuration may declare any size, and transformers allocates it before it compares it with the weights. Here the
-names and shapes in the headers of the safetensors files are compared with the model on the meta device before. Values
-are not checked: safetensors has no checksums.
+names and shapes in the headers of the safetensors files are compared with the model on the meta device before.
 """
 
 import json
+import math
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import distributed
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
-from ..self_check import LOCATION
+from ..self_check import FILE, LOCATION, summaries
+
+logger = logging.get_logger(__name__)
 
 # Arguments of `from_pretrained` that disable the checks: weights are from elsewhere, or of other sizes or names.
 UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes", "key_mapping")
@@ -25,6 +30,7 @@ UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ign
 # Prefixes of the parameters of heads.
 HEADS = ("lm_head.", "transform.", "classifier.", "qa_outputs.", "prediction_head.")
 
+LARGEST = 2**31  # parameters, of which the summaries take some seconds
 TOO_MUCH = "The configuration declares more than the checkpoint holds"
 
 
@@ -142,4 +148,30 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     check_weights(declared, stored, numbers, optional)
 
 
-extensions.register(check_before_loading=check_before_loading)
+def write_check(model, folder: str | os.PathLike):
+    """Write the summaries of the weights that a model has saved to `folder`. A folder without them is not checked."""
+    other = distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0
+    if other or getattr(model, "_hf_peft_config_loaded", False):
+        return  # adapters alone are saved, or another process saves
+    single, index = (Path(folder, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    Path(folder, FILE).unlink(missing_ok=True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.device("cpu"))
+            names = [single.name] if single.exists() else {*json.loads(index.read_text())["weight_map"].values()}
+            files = [stack.enter_context(safe_open(Path(folder, name), "pt")) for name in names]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            sizes = {name: math.prod(file.get_slice(name).get_shape()) for name, file in places.items()}
+            if (size := sum(sizes.values())) > LARGEST:
+                raise ValueError(f"the model has more than {LARGEST:,} parameters")
+            length = max(16, min(256, 2**31 // size, model.config.max_position_embeddings))
+            find = {name: partial(file.get_tensor, name) for name, file in places.items()}
+            dtype = str(find[max(sizes, key=sizes.get)]().dtype).removeprefix("torch.")
+            saved = {"class": type(model).__name__, "dtype": dtype, "length": length}
+            blocks = summaries(type(model), model.config, lambda name: find[name](), length, head=True)
+        Path(folder, FILE).write_text(json.dumps(saved | {"blocks": blocks}, indent=1), encoding="utf-8")
+    except Exception as error:  # whatever it is, the model is saved
+        logger.warning("%s has no self-check: %s", folder, error)
+
+
+extensions.register(check_before_loading=check_before_loading, write_check=write_check)

@@ -24,14 +24,13 @@ def evaluate_by_length(
 ) -> dict[int, float]:
     """The mean loss of a causal model, in nats a token, by the length of the rows that it reads.
 
-    Each length scores the same tokens, all of a text but the first, given those before them in their row. Rows longer
-    than `tokens_per_pass` are read in parts with a cache.
+    Each length scores the same tokens, all of a text but the first, given those before them in their row.
 
     Args:
         model: any causal model of transformers; it is put into evaluation mode.
-        batches: ids `(B, T)` of texts, or dicts with `input_ids` and an `attention_mask`, 0 at padding, such as a
-            `DataLoader` gives.
+        batches: ids `(B, T)` of texts, or dicts with `input_ids` and an `attention_mask`, 0 at padding.
         lengths: numbers of tokens from 2 up. One that is longer than a text reads the text at once.
+        tokens_per_pass: longer rows are read in parts with a cache.
 
     Raises:
         ValueError: a length is below 2, no text has two tokens, or the model is bidirectional.
@@ -74,12 +73,9 @@ def state_bytes_by_length(model: PreTrainedModel, lengths: Iterable[int]) -> lis
         for each length the keys "length", "state" (of `model`, a causal TNN) and "transformer": keys and values of a
         model without grouped heads that has the same depth, width and dtype.
     """
-    config = model.config
-    of_token = 2 * config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
-    return [
-        {"length": length, "state": sum(state_bytes(model, length).values()), "transformer": length * of_token}
-        for length in lengths
-    ]
+    of_token = 2 * model.config.num_hidden_layers * model.config.hidden_size * model.dtype.itemsize
+    found = {length: sum(state_bytes(model, length).values()) for length in lengths}
+    return [{"length": length, "state": size, "transformer": length * of_token} for length, size in found.items()]
 
 
 def count_parameters(config: PreTrainedConfig, build: Callable = AutoModelForCausalLM.from_config) -> int:

@@ -8,13 +8,7 @@ import shutil
 from pathlib import Path
 
 import yaml
-from huggingface_hub import (
-    EvalResult,
-    EvalResultEntry,
-    ModelCard,
-    ModelCardData,
-    eval_result_entries_to_yaml,
-)
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.constants import EVAL_RESULTS_FOLDER
 from jinja2 import Environment, StrictUndefined
 

@@ -16,7 +16,6 @@ from helpers.models import AUTO, VALUES, VARIANTS, image_config, perturbed_model
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnModel, modeling_tnn, self_check
 from modeling_tnn.self_check import FILE, SWITCH, SelfCheckError
 from modeling_tnn.tno_rtf import RtfOperator
-from modeling_tnn.tools import write_check
 
 FIELDS = {"num_hidden_layers": 3, "tie_word_embeddings": False, "hidden_act": "gelu", "scale_embedding": True}
 LAYER = "model.layers.{}.{}"
@@ -213,7 +212,7 @@ def test_what_is_saved_is_what_is_checked(tmp_path, monkeypatch, caplog):
     model.bfloat16().save_pretrained(tmp_path, state_dict=wide)  # the configuration says bfloat16
     TnnForCausalLM.from_pretrained(tmp_path)
     assert json.loads((tmp_path / FILE).read_text())["dtype"] == "float32" and not caplog.records
-    monkeypatch.setattr(write_check, "LARGEST", 1000)
+    monkeypatch.setattr("modeling_tnn.tools.checks.LARGEST", 1000)
     model.save_pretrained(tmp_path)
     assert "has no self-check: the model has more than 1,000 parameters" in caplog.text
     assert not (tmp_path / FILE).exists()
