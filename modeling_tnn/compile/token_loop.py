@@ -241,8 +241,7 @@ def as_function(processor) -> tuple[int | None, Any] | None:
         ends = processor.eos_token_id
         suppress = logits_process.SuppressTokensLogitsProcessor(ends.tolist(), device=ends.device)
         return UNTIL[type(processor)](processor), suppress
-    fits = type(processor) in OF_TENSORS and getattr(processor, "prompt_ignore_length", None) is None
-    return (None, processor) if fits else None
+    return (None, processor) if type(processor) in OF_TENSORS else None
 
 
 def settings(part) -> tuple:

@@ -124,7 +124,8 @@ def test_dry_run(model_folder, tmp_path, monkeypatch, capsys):
     given = [model_folder, "--repo_id", REPO, "--private", "--dry_run"]
     run_script("push_to_hub", *given, "--output_dir", tmp_path / "model")
     said = capsys.readouterr().out
-    files = {path.name: path.stat().st_size for path in (tmp_path / "model").iterdir()}
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    files = {path.relative_to(tmp_path / "model").as_posix(): path.stat().st_size for path in files}
     assert f"model {REPO} (private if it is new): {len(files)} files" in said and "optimizer.pt" not in said
     assert all(f"  {name}  {size:,} bytes" in said for name, size in files.items())
     assert continuation(tmp_path / "model") == continuation(model_folder)

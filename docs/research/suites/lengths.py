@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import torch
-from suites.device import noted
+from suites.device import noted, resident_peak
 from suites.gpu_models import compile_model
 from suites.memory import forget_peak
 from suites.peers import FIELDS, build_model, tnn
@@ -31,7 +31,6 @@ from tnn_programs.benchmarks.measure import autocast, described, markdown, measu
 from tnn_programs.benchmarks.models import training_loss
 from tnn_programs.cli.atomic import write_json
 from tnn_programs.cli.training_arguments import PretrainArguments
-from tnn_programs.training.costs import resident_peak
 
 FORMATS = {"length": ",", "pass": "", "way": "", "milliseconds": ",.0f", "tokens_per_second": ",.0f"}
 FORMATS |= {"peak_mebibytes": ",.0f", "planned_mebibytes": ",.0f", "error": ""}
