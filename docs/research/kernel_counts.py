@@ -34,7 +34,10 @@ from modeling_tnn import numerics
 from tnn_programs.cli.atomic import write_json
 
 MODELS = ("rpe", "fd", "explicit", "s4d", "modal", "rtf", "hyena", "s4", "hybrid", "gpt2")
-BUILDERS |= {"hyena": partial(tnn, toeplitz_mixer="hyena"), "s4": partial(tnn, toeplitz_mixer="s4", tno_type="s4d")}
+BUILDERS |= {
+    "hyena": partial(tnn, toeplitz_mixer="hyena"),
+    "s4": partial(tnn, toeplitz_mixer="s4", tno_type="s4d", gtu_expansion=1),
+}
 GPU, H100 = torch.device("cuda", 0), DeviceProperties("cuda", 0, 132, 90, 9, 65536, 2048, 1024, 32)
 PROPERTIES = SimpleNamespace(**H100._asdict(), minor=0, name="H100", gcnArchName="", total_memory=80 * 2**30)
 FACTS = {"is_available": True, "is_bf16_supported": True, "raise_if_triton_unavailable": None, "device_count": 1}

@@ -251,14 +251,14 @@ def make_newest_ready(recurrence: CompanionRecurrence, state: FixedState, like: 
     """Check the newest value, as `CompanionRecurrence.step` does, and have the newest values in a ring if it is small.
 
     A step writes all of a ring, so that reading and writing are one kernel. A large one would take longer than another
-    kernel for the one value.
+    kernel for the one value, as any one does on the CPU (5% of a step).
     """
     end_block(state)
-    order, held = recurrence.order, state.history.buffer
-    if is_on_host(like) or state.length - state.checked >= CHECK_EVERY:
+    order, held, on_host = recurrence.order, state.history.buffer, is_on_host(like)
+    if on_host or state.length - state.checked >= CHECK_EVERY:
         state.checked = state.length
         recurrence.check_finite(state.history.last(1))
-    if "recent" not in state.tensors and held[..., :order].nbytes <= SMALL_RING:
+    if "recent" not in state.tensors and not on_host and held[..., :order].nbytes <= SMALL_RING:
         state.tensors["recent"] = state.history.last(order).roll(state.length % order, -1)  # (B, D, N)
     state.counters.position = state.length % order
 

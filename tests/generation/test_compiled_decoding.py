@@ -14,6 +14,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from helpers.caches import TEXT, model_of, states_of
 from helpers.models import relative_error, slow
+from modeling_tnn import numerics
 from modeling_tnn.cache_tnn import CACHE, max_crop
 from modeling_tnn.tno import continue_sequence
 
@@ -142,13 +143,17 @@ def test_what_enters_a_compiled_step_stays_the_same(name, rows, pads, monkeypatc
     assert addresses[0] <= own and len(addresses[0]) == len(layouts[0]) - len(given[0])
 
 
-@pytest.mark.parametrize("name", ["rtf", *slow("hybrid", "rpe-medium-decay", "converted", "hyena")])
+OTHERS = ("rtf", "hybrid", "rpe-medium-decay", "converted", "hyena")
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("rtf", ()), *slow(*((name, ("cpu",)) for name in OTHERS))])
 @torch.no_grad()
-def test_compiled_steps_among_others(name):
+def test_compiled_steps_among_others(name, hosts, monkeypatch):
     """After a long prompt, with steps, chunks, crops (of Toeplitz layers alone), changed rows and saved caches.
 
     The state of a cache that a caller keeps is not written by the next text.
     """
+    monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)  # without the CPU: the branches of an accelerator
     model = model_of(name)
     first = {"rtf": 9, "hybrid": 9}.get(name, 1250)  # shorter and longer than what `crop` may take back
     text = torch.randint(2, 99, (2, first + 150), generator=torch.Generator().manual_seed(3))

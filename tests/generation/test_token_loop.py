@@ -71,7 +71,8 @@ def recordings(monkeypatch):
 def test_recorded_launches_are_run_again(name, recordings):
     """For later launches, and for texts of other lengths; with attention, whose keys are new, once for each text."""
     model, counts = model_of(name), []
-    for length, options in ((12, {}), (30, {}), (30, SAMPLED | {"min_new_tokens": 20}), (12, SAMPLED)):
+    padded = SAMPLED | {"attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12])}
+    for length, options in ((12, {}), (30, {}), (30, SAMPLED | {"min_new_tokens": 20}), (12, padded)):
         expected = generate(model, text_of(length), 37, **options)
         assert torch.equal(generate(model, text_of(length), 37, **LOOP, **options), expected)
         counts.append(len(recordings))
