@@ -20,13 +20,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_tnn  # noqa: F401  (registers the models)
-from modeling_tnn.cache_tnn import state_bytes
+from modeling_tnn.cache_tnn import CACHE, state_bytes
 from modeling_tnn.data.text import pack
 from tnn_programs.cli.atomic import write_json
 from tnn_programs.data.corpus import load_corpus
 from tnn_programs.to_recurrent import compare
 
-TAPS, ROUNDS, TOKENS = 2**15, 5, 30
+TAPS, ROUNDS, TOKENS = 2**14, 5, 30
 
 
 def measured(model, converted) -> dict[str, float]:
@@ -42,13 +42,13 @@ def measured(model, converted) -> dict[str, float]:
 
 def milliseconds(models: list, ids: torch.Tensor) -> list[float]:
     """The time of a token of each model after a text `(1, L)`."""
-    caches = [model(ids, use_cache=True).past_key_values for model in models]
+    caches = [model(ids, use_cache=True)[CACHE] for model in models]
     times = [[] for _ in models]
     for _ in range(ROUNDS):
         for model, cache, own in zip(models, caches, times, strict=True):
             for _ in range(TOKENS):
                 start = time.thread_time()
-                model(ids[:, :1], past_key_values=cache)
+                model(ids[:, :1], **{CACHE: cache})
                 own.append(1e3 * (time.thread_time() - start))
     return [statistics.median(own) for own in times]
 
