@@ -11,7 +11,7 @@ Example:
     python docs/research/gpu.py --list
     python docs/research/gpu.py --text texts/small-causal --output_dir outputs/gpu --minutes 9 --jobs 3
     python docs/research/gpu.py --text texts/small-causal --output_dir outputs/gpu --only lm-rpe copying
-    python docs/research/gpu.py --corpus texts/debian --lra shared/data/lra --only lra- long-lm --jobs 6
+    python docs/research/gpu.py --corpus texts/debian --lra lra --only lra- long-lm --jobs 6
 """
 
 import argparse
