@@ -417,19 +417,5 @@ def write_cursors(begun: list[tuple[FixedState, nn.Module, int | None]], count: 
     return table
 
 
-@contextlib.contextmanager
-def launching(states: list[FixedState]):
-    """Take the steps of all tokens that are prepared, also outside of a graph of the compiler."""
-    for state in states:
-        state.in_launch = True
-    try:
-        yield
-        for state in states:
-            state.is_ready = False
-    finally:
-        for state in states:
-            state.in_launch = False
-
-
 STATIC_LAYER_TYPE_MAPPING[TOEPLITZ] = TnnStaticCacheLayer
 extensions.register(open_step=open_step, prepare_step=prepare_step)

@@ -75,7 +75,11 @@ def write_tokens(
         loop.begin(input_ids, logits, model_kwargs.get("attention_mask"))
         while loop.is_running:
             loop.advance(tokens_per_launch)
-        return loop.result()
+        ids = loop.ids[:, : loop.length].clone()
+    if streamer is not None:
+        streamer.end()
+    returns = generation_config.return_dict_in_generate
+    return GenerateDecoderOnlyOutput(sequences=ids, **cache_argument(past)) if returns else ids
 
 
 def check_loop(model: nn.Module, past: Cache | None, processors, config, count: int):
@@ -149,8 +153,15 @@ class TokenLoop:
         if table is not None:
             table = pad(table, (0, 0, 0, 0, 0, FIXED_BASE - count)).to(self.token.device)
             self.cursors, self.table = states[0].cursor._base, self.places.put("table", table)  # (K, states, 2)
-        with static_cache.launching(states):
+        for state in states:
+            state.in_launch = True
+        try:
             self.launch(count)
+        finally:
+            for state in states:
+                state.in_launch = False
+        for state in states:
+            state.is_ready = False  # all steps have been taken
         self.settle(count)
 
     def launch(self, count: int):
@@ -218,14 +229,6 @@ class TokenLoop:
         if self.streamer is not None:
             for tokens in self.ids[:, start : self.length].cpu().unbind(1):
                 self.streamer.put(tokens)
-
-    def result(self):
-        """What `generate` returns."""
-        if self.streamer is not None:
-            self.streamer.end()
-        ids = self.ids[:, : self.length].clone()
-        returns = self.config.return_dict_in_generate
-        return GenerateDecoderOnlyOutput(sequences=ids, **cache_argument(self.past)) if returns else ids
 
     def addresses(self) -> tuple:
         """The addresses and shapes of all that a launch reads and writes. If one changes it is recorded again."""

@@ -3,13 +3,11 @@
 import torch
 from torch.nn.functional import pad
 from transformers import GenerationMixin
-from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache_tnn import cache_of
+from ..compile.token_loop import MODES
 from .logprobs import Scored, score
-
-MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one row for a text, one pass for a token
 
 
 class Request:
