@@ -25,7 +25,7 @@ from transformers.generation import GenerationMode, LogitsProcessorList, logits_
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache_tnn import cache_argument, cache_of
+from ..cache_tnn import cache_argument, cache_of, is_toeplitz
 from ..configuration_tnn import TOEPLITZ
 from . import static_cache
 from .static_cache import FIXED_BASE, PLACES, Places
@@ -225,7 +225,10 @@ class TokenLoop:
         self.goes_on.copy_(flags[-1])
         self.token.copy_(self.ids[:, self.length - 1 : self.length])
         for layer in self.past.layers if taken < count else ():
-            layer.crop(taken - count)
+            if is_toeplitz(layer):
+                layer.crop(taken - count)
+            else:  # has no `crop` in transformers 5.17
+                layer.cumulative_length.sub_(count - taken)
         if self.streamer is not None:
             for tokens in self.ids[:, start : self.length].cpu().unbind(1):
                 self.streamer.put(tokens)
