@@ -5,7 +5,7 @@ H100, with tensors that have the device and no memory. Each line of its code tha
 or attention counts as one, although cuBLAS may start a second one for a product. Nothing is executed.
 
 Example:
-    python docs/research/kernel_counts.py --models rpe gpt2 --output_file kernels.json
+    python docs/research/kernel_counts.py --models rpe gpt2
 """
 
 import argparse
@@ -13,7 +13,8 @@ import ctypes
 import re
 import subprocess
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,6 @@ from torch.utils._pytree import tree_map
 from transformers import CompileConfig
 
 from modeling_tnn import numerics
-from tnn_programs.cli.atomic import write_json
 
 MODELS = ("rpe", "fd", "explicit", "s4d", "modal", "rtf", "hyena", "s4", "hybrid", "gpt2")
 BUILDERS |= {
@@ -40,10 +40,11 @@ BUILDERS |= {
 }
 GPU, H100 = torch.device("cuda", 0), DeviceProperties("cuda", 0, 132, 90, 9, 65536, 2048, 1024, 32)
 PROPERTIES = SimpleNamespace(**H100._asdict(), minor=0, name="H100", gcnArchName="", total_memory=80 * 2**30)
-FACTS = {"is_available": True, "is_bf16_supported": True, "raise_if_triton_unavailable": None, "device_count": 1}
-FACTS |= {"current_device": 0, "get_compute_capability": 90, "get_device_properties": PROPERTIES}
+TRITON = {"has_triton": True, "triton_hash_with_backend": ""}
+INTERFACE = {"is_bf16_supported": True, "raise_if_triton_unavailable": None, "current_device": 0}
+INTERFACE |= {"get_device_capability": (9, 0), "get_compute_capability": 90, "get_device_properties": PROPERTIES}
 LAUNCH = re.compile(
-    r"^\s+(?:\w+ = )?(triton_\w+(?=\.run\()|extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.[\w.]+)\(?", re.M
+    r"^\s+(?:\w+ = )?(triton_\w+(?=\.run\()|extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.[\w.]+)", re.M
 )
 # PyTorch for CPUs knows no such device: indexing a tensor asks for a guard of it. This one does nothing.
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -52,6 +53,15 @@ namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::De
 
 class Recorded(Exception):
     """The code of a graph is known, and nothing of it is to run."""
+
+
+@contextmanager
+def until_recorded() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # compilers put their own around ours
+        if "Recorded" not in str(error):
+            raise
 
 
 def add_guard():
@@ -89,11 +99,25 @@ def on_gpu(mode: FakeTensorMode, x):
     if not isinstance(x, torch.Tensor):
         return x
     meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return FakeTensor(mode, meta, GPU).requires_grad_(x.requires_grad)
+    return FakeTensor(mode, meta, GPU)
+
+
+def as_on_gpu(note) -> Iterator:
+    """What has inductor compile for the GPU, and gives its code to `note` instead of loading it."""
+    for passes in (joint_graph, post_grad):  # they would trace their patterns on the GPU
+        passes.lazy_init(torch.device("cpu"))
+        yield mock.patch.object(passes, "lazy_init", lambda *_: None)
+    for owner, facts in {CudaInterface: INTERFACE, torch.cuda: INTERFACE, _triton: TRITON, scheduler: TRITON}.items():
+        for name, fact in facts.items():
+            yield mock.patch.object(owner, name, staticmethod(lambda *_, fact=fact, **__: fact), create=True)
+    yield mock.patch.object(DeviceProperties, "create", lambda *_: H100)
+    yield mock.patch.object(graph.GraphLowering, "compile_to_module", note)
+    # Both would measure or compute on the device.
+    yield config.patch(shape_padding=False, joint_graph_constant_folding=False, force_disable_caches=True)
 
 
 def launches(module: torch.fx.GraphModule, inputs: list) -> list[str]:
-    """The kernels that a recorded graph starts on a GPU, forward and with gradients backward, in their order."""
+    """The kernels that a recorded graph starts on a GPU, in their order."""
     for node in module.graph.nodes:
         node.target = attention if node.target is torch._C._nn.scaled_dot_product_attention else node.target
         node.args, node.kwargs = tree_map(
@@ -107,33 +131,10 @@ def launches(module: torch.fx.GraphModule, inputs: list) -> list[str]:
         found.extend(LAUNCH.findall(code[code.index("def call(") : code.index("def get_args(")]))
         raise Recorded
 
-    def compile_inner(*arguments, **options):
-        try:
-            compile_fx.compile_fx_inner(*arguments, **options)
-        except Exception as error:  # inductor has its own around ours
-            if "Recorded" not in str(error):
-                raise
-        return lambda *_: None
-
-    for passes in (joint_graph, post_grad):  # they look at patterns on the device of the graph
-        passes.lazy_init(torch.device("cpu"))
-    with ExitStack() as stack:
-        patches = [mock.patch.object(passes, "lazy_init", lambda *_: None) for passes in (joint_graph, post_grad)]
-        patches += [
-            mock.patch.object(CudaInterface, name, staticmethod(lambda *_, x=x, **__: x)) for name, x in FACTS.items()
-        ]
-        patches += [mock.patch.object(DeviceProperties, "create", lambda *_: H100)]
-        patches += [mock.patch.object(where, "has_triton", lambda *_: True) for where in (scheduler, _triton)]
-        patches += [mock.patch.object(_triton, "triton_hash_with_backend", lambda: "")]
-        facts = {"current_device": 0, "get_device_properties": PROPERTIES, "get_device_capability": (9, 0)}
-        patches += [mock.patch.object(torch.cuda, name, lambda *_, x=x: x) for name, x in facts.items()]
-        patches += [mock.patch.object(graph.GraphLowering, "compile_to_module", note)]
-        # Both would measure or compute on the device.
-        patches += [config.patch(shape_padding=False, joint_graph_constant_folding=False, force_disable_caches=True)]
-        patches += [torch._functorch.config.patch(force_non_lazy_backward_lowering=True), mode]
-        for patch in patches:
+    with ExitStack() as stack, until_recorded():
+        for patch in (*as_on_gpu(note), mode):
             stack.enter_context(patch)
-        compile_fx.compile_fx(module, [on_gpu(mode, x) for x in inputs], inner_compile=compile_inner)
+        compile_fx.compile_fx(module, [on_gpu(mode, x) for x in inputs])
     return found
 
 
@@ -149,12 +150,8 @@ def kernels_of_step(name: str, batch_size: int, args) -> list[str]:
     compiling = CompileConfig(fullgraph=True, backend=compiler, mode=None)
     compiling._compile_all_devices = True
     ids = torch.full((batch_size, 8), 5)
-    with mock.patch.object(numerics, "HOST_DEVICES", ()):
-        try:
-            model.generate(ids, max_new_tokens=24, cache_implementation="static", compile_config=compiling)
-        except Exception as error:  # of dynamo, around ours
-            if "Recorded" not in str(error):
-                raise
+    with mock.patch.object(numerics, "HOST_DEVICES", ()), until_recorded():
+        model.generate(ids, max_new_tokens=24, cache_implementation="static", compile_config=compiling)
     return found
 
 
@@ -162,22 +159,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 64])
-    parser.add_argument("--hidden_size", type=int, default=512)
-    parser.add_argument("--num_hidden_layers", type=int, default=6)
-    parser.add_argument("--vocab_size", type=int, default=50265)
-    parser.add_argument("--output_file", type=Path)
     args = parser.parse_args()
-    args.device, args.decay = "cpu", 0.99
+    sizes = {"hidden_size": 512, "num_hidden_layers": 6, "vocab_size": 50265, "device": "cpu", "decay": 0.99}
     add_guard()
-    rows = []
     for name in args.models:
         for batch_size in args.batch_sizes:
-            kernels = kernels_of_step(name, batch_size, args)
-            rows.append({"model": name, "batch_size": batch_size, "kernels": len(kernels)})
-            rows[-1]["products"] = sum("mm" in kernel for kernel in kernels)
-            print(rows[-1], flush=True)
-    if args.output_file:
-        write_json(args.output_file, {"torch": torch.__version__, "rows": rows})
+            kernels = kernels_of_step(name, batch_size, SimpleNamespace(**sizes))
+            products = sum("mm" in kernel for kernel in kernels)
+            print(f"{name}, batch {batch_size}: {len(kernels)} kernels, {products} of them products", flush=True)
 
 
 if __name__ == "__main__":

@@ -372,7 +372,8 @@ def join_layers(model: nn.Module):
     """Lay the weights of layers that a step applies together one after the other in memory, and their biases."""
     for part in model.modules():
         layers = [getattr(part, name) for name in getattr(part, "together", ())]
-        if layers and all(map(is_plain_linear, layers)):
+        # What was made in inference mode cannot be exchanged.
+        if layers and all(is_plain_linear(layer) and not layer.weight.is_inference() for layer in layers):
             pairs = zip(("weight", "bias"), part.joined or (None, None), strict=True)
             part.joined = tuple(in_one([getattr(layer, name) for layer in layers], whole) for name, whole in pairs)
 

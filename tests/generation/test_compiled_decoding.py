@@ -260,3 +260,10 @@ def test_a_static_cache_is_no_longer_than_its_text(length, new):
     assert length + new - 1 <= places <= length + new + 128
     more = generate(model, static.sequences, 150, past_key_values=static.past_key_values)
     assert torch.equal(more, generate(model, static.sequences, 150))
+
+
+def test_weights_of_inference_mode_stay_where_they_are():
+    with torch.inference_mode():
+        model = model_of("rpe")
+        static = generate(model, TEXT[:, :5], 9, cache_implementation="static")
+        assert torch.equal(static, generate(model, TEXT[:, :5], 9))
