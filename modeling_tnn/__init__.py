@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .serving.scheduler import BatchScheduler
     from .tools.comparing import evaluate_by_length, match_parameters, plot_by_length, state_bytes_by_length
     from .tools.embedding import embed_texts
+    from .tools.layout import to_column_major
     from .tools.poles import PoleCallback, find_unstable, project_poles
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ __all__ = [
     "project_poles",
     "register_operator",
     "state_bytes_by_length",
+    "to_column_major",
     "toeplitz_matmul",
 ]
 
@@ -80,6 +82,7 @@ _LATER = {
     "serving.scheduler": ["BatchScheduler"],
     "tools.comparing": ["evaluate_by_length", "match_parameters", "plot_by_length", "state_bytes_by_length"],
     "tools.embedding": ["embed_texts"],
+    "tools.layout": ["to_column_major"],
     "tools.poles": ["PoleCallback", "find_unstable", "project_poles"],
 }
 

@@ -45,7 +45,8 @@ LONG = ["rpe", "rpe decayed", "fd", "rtf", "hyena", "gpt2", "llama", "mamba2"]
 WAYS = {
     "training": [f"{way}{precision}" for precision in ("", " bf16") for way in (*MODELS, "matmul", *COMPILED)],
     "memory": MODELS,
-    "generation": [*TNNS, *(f"{name}-compiled" for name in TNNS), "gpt2", "mamba", "weights"],
+    "generation": [f"{name}{end}" for name in (*TNNS, "gpt2", "mamba", "weights") for end in ("", "-columns")]
+    + [f"{name}{end}-compiled" for name in TNNS for end in ("", "-columns")],
     "streaming": ["rpe", "fd", "rtf"],
     "long_range": [*(name for name in DIRECTIONS if name != "modal"),  # which is causal
                    "transformer", "reformer", "nystromformer", "fnet"],

@@ -384,7 +384,8 @@ def in_one(parts: list[torch.Tensor], whole: torch.Tensor | None) -> torch.Tenso
         return None
     sizes = [len(part) for part in parts]
     if whole is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(parts, whole.split(sizes), strict=True)):
-        whole = torch.cat(parts).detach()
+        by_rows = parts[0].is_contiguous()  # or by columns, see `tools/layout.py`
+        whole = (torch.cat(parts) if by_rows else torch.cat([part.t() for part in parts], 1).t()).detach()
         torch._dynamo.mark_static_address(whole)
         for part, piece in zip(parts, whole.split(sizes), strict=True):
             part.data = piece

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from modeling_tnn.cache_tnn import CACHE
+from modeling_tnn.tools.layout import to_column_major
 from tnn_programs.cli import model_path
 from tnn_programs.cli.generation_fields import is_of_kind, wanted
 from tnn_programs.cli.sampling import OF_SAMPLING, given_sampling, sampling, with_sampling
@@ -39,7 +40,7 @@ def load_writer(
     keep_settings(model, name)
     model_path.check_writing(model, name, sampling_of(model))
     model_path.check_vocabulary(tokenizer, model.config.vocab_size)
-    return model.eval(), tokenizer
+    return to_column_major(model.eval()), tokenizer
 
 
 def keep_settings(model: PreTrainedModel, source: str):

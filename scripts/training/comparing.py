@@ -26,6 +26,7 @@ from tnn_programs.cli.atomic import read_json, saving_errors, write_json, write_
 from tnn_programs.cli.tables import markdown_table
 from tnn_programs.cli.task_arguments import ComparisonArguments
 from tnn_programs.training.grouping_trainer import GroupingTrainer, rows_of_a_step
+from tnn_programs.training.peers import start_decays
 from tnn_programs.training.trainer import output_folder, refuse
 
 logger = logging.getLogger("comparison")
@@ -52,7 +53,7 @@ class Task:
 
     def model(self, config: PreTrainedConfig) -> nn.Module:
         """A new model."""
-        return AutoModelForCausalLM.from_config(config)
+        return start_decays(AutoModelForCausalLM.from_config(config))
 
     def config(self, variant: str) -> PreTrainedConfig:
         """The configuration of a variant, with the parameters of the first one if they are to be equal."""

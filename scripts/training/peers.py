@@ -1,9 +1,11 @@
-"""Transformers of the width and depth of a TNN classifier, with as many parameters in a layer.
+"""Peers of a TNN: transformers of the width and depth of a classifier, with its parameters in a layer, and a start.
 
 In its linear maps a TNN layer has 3 e d + 3 g d parameters, one of ModernBERT 4 d^2 + 3 d f, one of ViT 4 d^2 + 2 d f:
 d hidden size, e and g the widths of a TNN's units, f that of a transformer's.
 """
 
+import torch
+from torch import nn
 from transformers import ModernBertConfig, PreTrainedConfig, ViTConfig
 
 from modeling_tnn.configuration_tnn import TnnConfig
@@ -35,3 +37,17 @@ def vit_like(config: TnnConfig) -> PreTrainedConfig:
         intermediate_size=max(width, (3 * (config.gtu_dim + config.intermediate_size) - 4 * width) // 2),
         **{name: getattr(config, name) for name in (*shared, "id2label", "label2id")},
     )
+
+
+@torch.no_grad()
+def start_decays(model: nn.Module) -> nn.Module:
+    """Give layers of Gated DeltaNet their authors' start (flash-linear-attention 0.6), and return the model.
+
+    A state decays by exp(-A softplus(b)) a token. transformers starts all b at 1, with A up to 16, so that a state
+    does not last for two tokens; the authors start softplus(b) between 0.001 and 0.1, as Mamba does.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("GatedDeltaNet"):
+            step = 10 ** torch.empty_like(module.dt_bias).uniform_(-3, -1)
+            module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
+    return model

@@ -85,6 +85,7 @@ def test_sampling_is_the_default(model_folder, generate, tmp_path):
         assert found["texts"] == tokenizer.batch_decode(output), options
     served, _ = load_writer(str(folder), "auto", "cpu")
     assert sampling_of(served).items() >= sampled.items() and sampling()["temperature"] == 1, "api, page and chat"
+    assert served.lm_head.weight.stride(0) == 1, "by columns"
 
 
 # A value of each kind, and those that made requests fail, end at once or never.

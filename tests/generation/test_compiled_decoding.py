@@ -17,6 +17,7 @@ from helpers.models import relative_error, slow
 from modeling_tnn import numerics
 from modeling_tnn.cache_tnn import CACHE, max_crop
 from modeling_tnn.tno import continue_sequence
+from modeling_tnn.tools.layout import to_column_major
 
 FIRST = ("rpe-medium-decay", "rtf", "converted")
 NEW = 300
@@ -262,8 +263,23 @@ def test_a_static_cache_is_no_longer_than_its_text(length, new):
     assert torch.equal(more, generate(model, static.sequences, 150))
 
 
+def test_weights_by_columns():
+    """They stay so where a static cache joins them; a text that was written before changes nothing."""
+    model = model_of("rpe")
+    expected = generate(model, TEXT[:, :20], 60, cache_implementation="static")
+    assert to_column_major(model) is model
+    for static in (None, "static"):
+        assert torch.equal(generate(model, TEXT[:, :20], 60, cache_implementation=static), expected)
+        mixer = model.model.layers[0].mixer
+        weights = [mixer.u_proj.weight, mixer.v_proj.weight, model.lm_head.weight]
+        assert all(weight.stride(0) == 1 < weight.stride(1) for weight in weights)
+        assert mixer.o_proj.weight.stride(1) == 1, "rows are read faster where there are fewer"
+    assert mixer.joined[0].data_ptr() == mixer.u_proj.weight.data_ptr() and mixer.joined[0].stride(0) == 1
+
+
 def test_weights_of_inference_mode_stay_where_they_are():
     with torch.inference_mode():
-        model = model_of("rpe")
+        model = to_column_major(model_of("rpe"))
         static = generate(model, TEXT[:, :5], 9, cache_implementation="static")
+        assert model.lm_head.weight.is_contiguous()
         assert torch.equal(static, generate(model, TEXT[:, :5], 9))

@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from datasets import Dataset
+from transformers import Qwen3_5TextConfig
 
 from helpers.models import seeded, tiny_config
 from helpers.scripts import TEXT, read, run, table_rows
@@ -22,6 +23,7 @@ from tnn_programs.data.synthetic import (
 )
 from tnn_programs.run_synthetic import SyntheticArguments
 from tnn_programs.training import run_ablation, run_synthetic
+from tnn_programs.training.comparing import Task
 
 
 def test_copying_rows():
@@ -181,6 +183,14 @@ VARIANTS = (
     "delta:model=transformers.Qwen3_5TextConfig,layer_types=[linear_attention],linear_num_key_heads=2,"
     "linear_num_value_heads=2,linear_key_head_dim=4,linear_value_head_dim=4,num_attention_heads=2,head_dim=4"
 )
+
+
+def test_a_gated_deltanet_starts_with_a_memory():
+    """The decay of a token is at most exp(-A / 10), not exp(-1.3 A)."""
+    config = Qwen3_5TextConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, layer_types=["linear_attention"])
+    layer = Task.model(None, config).model.layers[0].linear_attn
+    steps = torch.nn.functional.softplus(layer.dt_bias)
+    assert steps.min() >= 0.00099 and steps.max() <= 0.101 and steps.std() > 0.01
 
 
 def test_other_models_are_compared_at_equal_parameters_and_runs_are_kept(tmp_path):

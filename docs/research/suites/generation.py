@@ -6,7 +6,8 @@ multiple of the decoding block (128; 2048 for a kernel without decay), so that i
 
 `weights` is a lower bound for a TNN of this size: each of its matrices applied once to one token of every sequence.
 `hybrid` has attention in every fourth layer, `attention` in all, with rotary positions; the rest is that of a TNN.
-Names that end in `-compiled` decode with a static cache and `torch.compile`, as `cache_implementation="static"` does.
+Names that end in `-compiled` decode with a static cache and `torch.compile`, as `cache_implementation="static"` does;
+those that end in `-columns` (before it) have their weights by `to_column_major`.
 """
 
 import statistics
@@ -17,7 +18,7 @@ import torch
 from suites.peers import ATTENTION, FIELDS, attention_fields
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
-from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn import TnnConfig, TnnForCausalLM, to_column_major
 from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from tnn_programs.benchmarks.measure import clock, markdown
 from tnn_programs.benchmarks.measure import ratio as measured_ratio
@@ -25,7 +26,7 @@ from tnn_programs.benchmarks.models import layer_bytes
 
 TURN = 32
 TNN_FIELDS = FIELDS | dict.fromkeys((*ATTENTION, "modal"), FIELDS["rpe"])  # `modal` is converted from it
-COMPILED = "-compiled"
+COLUMNS, COMPILED = "-columns", "-compiled"
 FORMATS = {"model": "", "context": "", "ms_per_token": ".2f", "over_shortest_context": ".2f", "gpt2_over_this": ".2f"}
 FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_mebibytes": ".2f", "conversion_seconds": ".2f"}
 # Its slow path in transformers reads a prompt token by token. Its state has a fixed size, so a short prompt suffices.
@@ -34,6 +35,8 @@ MAMBA_PROMPT = 64
 
 def build(name: str, args, longest: int) -> torch.nn.Module:
     torch.manual_seed(0)
+    if name.removesuffix(COMPILED).endswith(COLUMNS):
+        return to_column_major(build(name.replace(COLUMNS, ""), args, longest))
     name = name.removesuffix(COMPILED)
     sizes = {"vocab_size": args.vocab_size, "num_hidden_layers": args.num_hidden_layers}
     if name == "gpt2":
@@ -62,21 +65,23 @@ class Decoder:
     """A model after a context of some length, ready to decode."""
 
     def __init__(self, name: str, model, context: int, batch_size: int, longest: int):
-        self.name, self.model, self.context, self.longest = name, model, context, longest
+        self.name, self.kind = name, name.replace(COLUMNS, "")
+        self.model, self.context, self.longest = model, context, longest
         self.is_compiled = name.endswith(COMPILED)
         if self.is_compiled:
             self.compiled = torch.compile(model.__call__, fullgraph=True, dynamic=False)
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-        self.cache_argument = "cache_params" if name == "mamba" and CACHE != "cache" else CACHE
-        prompt = torch.randint(model.config.vocab_size, (batch_size, MAMBA_PROMPT if name == "mamba" else context))
+        self.cache_argument = "cache_params" if self.kind == "mamba" and CACHE != "cache" else CACHE
+        read = MAMBA_PROMPT if self.kind == "mamba" else context
+        prompt = torch.randint(model.config.vocab_size, (batch_size, read))
         self.times: list[float] = []  # seconds per token of each block
         self.steps: list[float] = []  # seconds of each token
-        if name == "weights":
+        if self.kind == "weights":
             matrices = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.in_features > 1]
             self.matrices = [m.weight for m in matrices if m.weight.shape != (m.out_features, model.config.rpe_dim)]
             self.inputs = {w.shape[1]: torch.randn(batch_size, w.shape[1], device=w.device) for w in self.matrices}
         else:
-            self.cache = self._random_keys(context, batch_size) if name == "gpt2" else self._prefill(prompt)
+            self.cache = self._random_keys(context, batch_size) if self.kind == "gpt2" else self._prefill(prompt)
 
     def _prefill(self, prompt: torch.Tensor):
         cache = StaticCache(config=self.model.config, max_cache_len=self.longest) if self.is_compiled else None
@@ -101,7 +106,7 @@ class Decoder:
             self.steps.append(clock(args) - start)
 
     def _step(self):
-        if self.name == "weights":
+        if self.kind == "weights":
             for weight in self.matrices:
                 torch.nn.functional.linear(self.inputs[weight.shape[1]], weight)
             return
@@ -113,9 +118,9 @@ class Decoder:
 
     def state_bytes(self) -> int:
         """Of one sequence."""
-        if self.name == "weights":
+        if self.kind == "weights":
             return 0
-        if self.name in ("mamba", "gpt2"):
+        if self.kind in ("mamba", "gpt2"):
             return sum(layer_bytes(layer, len(self.token)) for layer in self.cache.layers)
         return memory_per_sequence(self.cache)
 
