@@ -283,7 +283,7 @@ class TnnConfig(PreTrainedConfig):
         num_modes: Number of complex exponentials of a `"modal"` kernel, each of two states, or of real ones of an
             `"exponential"` kernel.
         modal_window: Number of first taps that a `"modal"` kernel stores exactly.
-        converted_from: The `tno_type` that a `"modal"` model was converted from.
+        converted_from: The `tno_type` that `to_recurrent` converted the model from.
         hidden_dropout_prob: Dropout after the embeddings, each mixer and each GLU.
         classifier_dropout (defaults to `hidden_dropout_prob`): Dropout of the classification head.
         classifier_pooling (defaults to `"last"` for causal models, else `"mean"`): Hidden state that text classifiers

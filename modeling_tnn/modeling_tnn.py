@@ -253,19 +253,21 @@ class TnnPreTrainedModel(PreTrainedModel):
     def to_recurrent(self, order: int = 64, window: int = 16, tolerance: float | None = None) -> tuple:
         """Return a copy of a causal model whose kernels are recurrences of low order (`tno_type="modal"`).
 
-        Its state and cost per token do not depend on the text's length. A recurrence (RTF, S4D) is returned unchanged.
+        Its state and cost per token do not depend on the text's length. Recurrences of more states (`rtf`, `s4d`,
+        `exponential`; `modal` stays `modal`) are reduced by balanced truncation to `s4d`; others are returned as is.
 
         Args:
             order: number of real states per channel, fewer for a kernel of lower numerical rank.
-            window: number of first taps of each kernel that are kept exactly.
+            window: number of first taps of each kernel that are kept exactly; not of a recurrence.
             tolerance: largest relative l2 error of a layer's taps. It takes the smallest sufficient order among 8, 16,
-                32, 64 and 128, and `order` is not used.
+                32, 64 and 128, of a recurrence any that a bound proves sufficient. `order` is not used.
 
         Returns:
-            The model, and a `LayerReport` for each layer (none for a recurrence), see `tools/recurrent.py`.
+            The model, and a `LayerReport` for each layer (none if it is as it was), see `tools/recurrent.py`.
 
         Raises:
-            ValueError: the model is bidirectional, has adapters or quantized weights, or the tolerance cannot be met.
+            ValueError: the model is bidirectional, has adapters or quantized weights, the tolerance cannot be met, or
+                a pole of a recurrence that is to be reduced lies on or outside the unit circle.
         """
         return extensions.to_recurrent(self, order, window, tolerance)
 

@@ -1,7 +1,7 @@
 """Convert a causal model to a recurrence of low order, save it, and measure the change on a text.
 
-Poles are computed from the kernels (tno_type="modal"). `docs/research/distil.py` fits them by gradient descent, as the
-RTF paper does.
+Poles are computed from the kernels (tno_type="modal"); recurrences of more states, such as rtf and s4d, are reduced to
+s4d. `docs/research/distil.py` fits poles by gradient descent, as the RTF paper does.
 
 Example:
     python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --dataset_name book.txt
@@ -22,7 +22,9 @@ from tnn_programs.cli.model_path import check_model_path
 from tnn_programs.cli.parser import ProgramParser
 from tnn_programs.cli.text_files import check_source
 
-COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole")
+COLUMNS = (
+    "order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole", "output_bound", "hankel_bound",
+)  # fmt: skip
 
 
 def parser() -> ProgramParser:
@@ -91,10 +93,11 @@ def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
     check_vocabulary(tokenizer, model.config.vocab_size)
     start = time.perf_counter()
     converted, layers = convert(model, args)
+    after = converted.config.tno_types[0]
     result = {
         "model": name,
         "converted_from": model.config.tno_types[0],
-        "modes": converted.config.num_modes if converted.config.tno_types == ["modal"] else None,
+        "modes": {"modal": converted.config.num_modes, "s4d": converted.config.s4d_state_size // 2}.get(after),
         "seconds": time.perf_counter() - start,
         "fit": getattr(args, "fit", "direct"),
         "steps": getattr(args, "steps", None),

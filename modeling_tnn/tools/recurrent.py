@@ -1,4 +1,4 @@
-"""Conversion of an RPE or FD kernel into a recurrence of low order: one set of poles per layer, residues per channel.
+"""Conversion of a kernel into a recurrence of low order: one set of poles per layer, residues per channel.
 
     k_j ~ Re sum_q r_q lambda_q^(j-w)  for j >= w,    the first w taps exact
 
@@ -15,6 +15,9 @@ penalty that is the error of rounding the residues (e is the resolution of the d
     minimise  sum_j (k_j - Re sum_q r_q lambda_q^(j-w))^2 + e^2 sum_q |r_q|^2 sum_j |lambda_q|^(2(j-w))
 
 Poles are kept inside the unit circle, and those of a kernel that fades or ends fade too.
+
+Kernels that are recurrences already are reduced by `balanced.py`. Any kernel h' in place of h changes the outputs of a
+layer by at most ||h - h'||_1 max|x|, and an input with the signs of the reversed error reaches it.
 """
 
 import copy
@@ -26,12 +29,18 @@ import torch
 
 from ..extensions import extensions, logger
 from ..numerics import compute_dtype
+from ..tno_modal import ModalOperator
 from ..tno_rpe import RpeOperator
+from ..tno_rtf import RtfOperator
+from ..tno_s4d import DiagonalOperator
+from .balanced import System, balance, doublings, system_of, truncate
 
 ORDERS = (8, 16, 32, 64, 128)
 SMALLEST_RADIUS, LARGEST_RADIUS = 1e-8, 1 - 1e-6
 # Largest number of fitted taps and of columns of the Hankel matrices, and smallest number of taps after the window.
 MOST_TAPS, MOST_COLUMNS, LEAST_TAPS = 4096, 600, 4
+# Numbers of all filters up to which more taps than `MOST_TAPS` of a reduced recurrence are compared.
+MOST_NUMBERS = 2**23
 # Minimum decay of the poles of a finite kernel over the fitted taps: exp(-4). Number of further taps summed for the
 # bound, in multiples of the fitted ones. Relative error at which a fit is accepted for a kernel without a known end.
 LEAST_FADING, FURTHER, EXACT = 4.0, 4, 1e-6
@@ -52,6 +61,10 @@ class LayerReport:
     # is known of the kernel there. If it equals the fit on as many further taps, it is taken for the fit.
     tail_bound: float
     largest_pole: float  # largest magnitude of a pole, below 1
+    # Bound on |y - y'| of the operator's outputs for inputs of magnitude 1: the l1 error of all taps, worst channel.
+    output_bound: float
+    # Of a reduced recurrence: bound on the error of the frequency response, worst channel. See `balanced.py`.
+    hankel_bound: float | None = None
 
 
 class RecurrenceFit(NamedTuple):
@@ -152,17 +165,24 @@ def largest_radius(operator, fitted: int) -> float:
 
 
 def report_fit(operator, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int) -> LayerReport:
-    """Return the errors of a fit on `taps` `(D, m)`, those of the operator, and a bound on the error beyond them."""
+    """Return the errors of a fit on `taps` `(D, m)`, those of the operator, and bounds on the error beyond them."""
     fitted = taps.shape[1] - window
     error = fit.taps(fitted).to(fit.angle.dtype) - taps[:, window:]  # (D, m - w)
-    least = torch.finfo(taps.dtype).tiny
-    l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=least)
     own, after = own_tail(operator, taps), fit_tail(fit, fitted)
     if own is None:
         own = after + further_error(operator, taps, fit, window)
-    tail = (after + own) / taps.abs().sum(dim=1).clamp(min=least)
-    errors = error.norm() / taps.norm().clamp(min=least), l2.median(), l2.max(), tail.max(), fit.poles.abs().max()
-    return LayerReport(operator.layer_idx, order, window, taps.shape[1], *(one.item() for one in errors))
+    return report_errors(operator.layer_idx, order, window, taps, error, after + own, fit.poles.abs().max())
+
+
+def report_errors(layer: int, order: int, window: int, taps, error, beyond, largest, hankel=None) -> LayerReport:
+    """Return the report for the errors `(D, <= m)` of taps `(D, m)` and bounds on their sums beyond m, `(D,)`."""
+    least = torch.finfo(taps.dtype).tiny
+    l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=least)
+    tail = (beyond / taps.abs().sum(dim=1).clamp(min=least)).max()
+    output = (error.abs().sum(dim=1) + beyond).max()
+    figures = error.norm() / taps.norm().clamp(min=least), l2.median(), l2.max(), tail, largest, output
+    bound = None if hankel is None else hankel.max().item()
+    return LayerReport(layer, order, window, taps.shape[1], *(one.item() for one in figures), bound)
 
 
 def fit_tail(fit: RecurrenceFit, fitted: int) -> torch.Tensor:
@@ -182,14 +202,20 @@ def further_error(operator, taps: torch.Tensor, fit: RecurrenceFit, window: int)
 
 
 def own_tail(operator, taps: torch.Tensor) -> float | None:
-    """Return a bound on the sum of |taps| beyond the fitted ones, None if the kernel neither decays nor ends."""
+    """Return a bound on the sum of |taps| beyond the fitted ones, None if the kernel neither decays nor ends.
+
+    A decaying kernel is taken to be, before the decay, nowhere above its largest value at the fitted lags and at a
+    dense geometric series of later ones.
+    """
     end = operator.kernel_length(exact=True)
     slowest = slowest_decay(operator)
     if end is None or slowest is None:
         return None if end is None else 0.0 if end <= taps.shape[1] else math.inf
     powers_of_decay = slowest ** torch.arange(taps.shape[1] + 1, dtype=taps.dtype)
     undecayed = (taps / powers_of_decay[:-1].clamp(min=torch.finfo(taps.dtype).tiny)).abs().max()
-    return (undecayed * powers_of_decay[-1] / (1 - slowest)).item()
+    lags = taps.shape[1] * torch.logspace(0, 30, 1000, base=2, device=operator.rpe.in_proj.weight.device)
+    later = operator.rpe.emit(operator.rpe.features(lags), torch.ones_like(lags, dtype=operator.rpe.dtype))
+    return (torch.maximum(undecayed, later.abs().max().to(taps)) * powers_of_decay[-1] / (1 - slowest)).item()
 
 
 @torch.no_grad()
@@ -226,6 +252,55 @@ def fill_operator(target, taps: torch.Tensor, fit: RecurrenceFit):
     target.angle[:count].copy_(fit.angle)
 
 
+@torch.no_grad()
+def reduce_layer(operator, order: int, tolerance: float | None, dtype: torch.dtype) -> tuple:
+    """Reduce an operator to `order` states, or to the fewest whose Hankel bound is within the `tolerance`.
+
+    Returns:
+        the balanced system of all states, the order, the modes of `truncate`, the number of taps to compare.
+    """
+    wide = copy.deepcopy(operator).double().cpu()
+    system = system_of(wide)
+    count = doublings(system.transition, operator.layer_idx)
+    balanced, length = balance(system, count), min(2**count, max(MOST_TAPS, MOST_NUMBERS // operator.channels)) + 1
+    if tolerance is not None:
+        dropped = 2 * balanced.values.flip(1).cumsum(1).flip(1)  # (S, N), of order 0 and more
+        order = max(1, int((dropped.norm(dim=0) > tolerance * wide.coefficients(length).norm()).sum()))
+    return balanced, order, truncate(balanced, order, torch.finfo(dtype).eps ** 0.5), length
+
+
+@torch.no_grad()
+def fill_reduced(target, operator, modes: tuple):
+    """Write modes into a `ModalOperator` or an `S4dOperator` of step 1. Modes that are not needed have no weight."""
+    rate, angle, residues = modes
+    head, count = operator.coefficients(target.window), rate.shape[1]  # (D, w)
+    if isinstance(target, ModalOperator):
+        return fill_operator(target, head, RecurrenceFit(rate[0].log(), angle[0], torch.view_as_real(residues[0])))
+    for parameter in (target.log_real, target.imag, target.log_step, target.weights):
+        parameter.zero_()
+    target.log_real[:, :count].copy_(rate.log())
+    target.imag[:, :count].copy_(angle)
+    target.weights[..., 0].fill_(0.5)  # so that the residues are the gains of the poles as they are stored
+    weights = residues[:, 0] / (2 * target.complex_residues()[:, :count].cpu())
+    target.weights.zero_()
+    target.weights[:, :count].copy_(torch.view_as_real(weights))
+    target.direct.copy_(head[:, 0] - target.modes()[1].real.sum(dim=1))
+
+
+@torch.no_grad()
+def report_reduction(operator, target, balanced: System, order: int, modes: tuple, length: int) -> LayerReport:
+    """Return the errors of a filled `target`: those of its stored numbers, in float64."""
+    given, stored, exact = (copy.deepcopy(one).cpu().double() for one in (operator, target, target))
+    fill_reduced(exact, given, modes)
+    taps, found, unrounded = (one.coefficients(length) for one in (given, stored, exact))  # (D, m)
+    radius = stored.powers(torch.ones(1))[..., 0].abs()  # (D, Q) or (Q,)
+    after = (stored.complex_residues().abs() * radius ** (length - target.window) / (1 - radius)).sum(dim=1)
+    rounding = (unrounded - found).abs().sum(dim=1) + 2 * after
+    hankel = 2 * balanced.values[:, order:].sum(dim=1) + rounding
+    errors = found - taps, balanced.tail(length - target.window) + after, radius.max(), hankel
+    return report_errors(operator.layer_idx, order, target.window, taps, *errors)
+
+
 def own_weights(model) -> dict[str, torch.Tensor]:
     """Return the weights of a model except those of its operators, by name; all must be plain tensors."""
     with torch.device("meta"):
@@ -248,31 +323,53 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     config = model.config
     if not config.causal:
         raise ValueError("`causal` must be True for to_recurrent (only a causal model decodes), got False")
+    for name, value in {"order": order, "window": window}.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")
     operators = [layer.mixer.tno for layer in model.base_model.layers if layer.mixer is not None]
-    if all(operator.is_recurrence for operator in operators):
+    if all(is_small(operator, order, tolerance) for operator in operators):
         reason = f"tno_type={config.tno_types[0]!r} is a recurrence already" if operators else "no layer has a kernel"
         logger.warning(f"to_recurrent returns the model as it is, with an empty report: {reason}.")
         return model, []
     if config.is_heterogeneous:
         raise ValueError("`per_layer_config` must be None for to_recurrent, got layers that differ")
-    for name, value in {"order": order, "window": window}.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")
-    weights = own_weights(model)
-    dtype = compute_dtype(model.dtype)
+    weights, dtype = own_weights(model), compute_dtype(model.dtype)
+    if operators[0].is_recurrence:
+        found = [reduce_layer(operator, order, tolerance, dtype) for operator in operators]
+        count = max(modes[0].shape[1] for _, _, modes, _ in found)
+        fields = {"tno_type": "s4d", "s4d_state_size": 2 * count, "s4d_discretization": "zoh"}
+        modal = isinstance(operators[0], ModalOperator)
+        converted, targets = rebuild(model, {"num_modes": count} if modal else fields, weights)
+        layers = list(zip(operators, targets, found, strict=True))
+        for operator, target, (_, _, modes, _) in layers:
+            fill_reduced(target, operator, modes)
+        return converted, [report_reduction(operator, target, *one) for operator, target, one in layers]
     fits = [fit_layer(operator, order, window, tolerance, dtype) for operator in operators]
-    modal = copy.deepcopy(config)
-    modal.update({"tno_type": "modal", "converted_from": config.tno_type, "modal_window": window})
-    modal.num_modes = max(len(fit.angle) for _, fit, _ in fits)
-    converted = type(model)(modal).to(device=model.device, dtype=model.dtype)
+    count = max(len(fit.angle) for _, fit, _ in fits)
+    converted, targets = rebuild(model, {"tno_type": "modal", "modal_window": window, "num_modes": count}, weights)
+    for target, (taps, fit, _) in zip(targets, fits, strict=True):
+        fill_operator(target, taps, fit)
+    return converted, [report for _, _, report in fits]
+
+
+def is_small(operator, order: int, tolerance: float | None) -> bool:
+    """Whether an operator is a recurrence that needs no reduction."""
+    if not isinstance(operator, RtfOperator | DiagonalOperator | ModalOperator):
+        return operator.is_recurrence
+    return tolerance is None and system_of(operator).transition.shape[1] <= order
+
+
+def rebuild(model, fields: dict, weights: dict[str, torch.Tensor]) -> tuple:
+    """Return a model with other `fields` of the configuration and the `weights`, and its operators, to be filled."""
+    config = copy.deepcopy(model.config)
+    config.update({"converted_from": config.converted_from or config.tno_type} | fields)
+    converted = type(model)(config).to(device=model.device, dtype=model.dtype)
     converted.load_state_dict(converted.state_dict() | weights)
-    mixers = [layer.mixer for layer in converted.base_model.layers if layer.mixer is not None]
-    for mixer, (taps, fit, _) in zip(mixers, fits, strict=True):
-        fill_operator(mixer.tno, taps, fit)
     converted.tie_weights()
     if hasattr(model, "generation_config"):
         converted.generation_config = copy.deepcopy(model.generation_config)
-    return converted.train(model.training), [report for _, _, report in fits]
+    layers = converted.train(model.training).base_model.layers
+    return converted, [layer.mixer.tno for layer in layers if layer.mixer is not None]
 
 
 extensions.register(to_recurrent=to_recurrent)

@@ -35,6 +35,7 @@ MODELS = {
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
     "implicit": {"tno_type": "hyena", "hyena_filter_length": 50} | MIXED["hyena"],
     "converted": {"tno_type": "rpe", "decay": 0.9},
+    "reduced": {"tno_type": "rtf", "rtf_state_size": 12},
     "sinusoidal": {"tno_type": "rtf", "position_embedding": "sinusoidal"},
     "hyena": {"tno_type": "rtf"} | MIXED["hyena"],
     "s4": {"tno_type": "rtf"} | MIXED["s4"],
@@ -51,7 +52,7 @@ TEXT = torch.randint(2, 99, (2, 160), generator=torch.Generator().manual_seed(0)
 
 def model_of(name, **fields):
     model = lively_language_model(**MODELS[name] | fields)
-    return model.to_recurrent(order=8, window=4)[0] if name == "converted" else model
+    return model.to_recurrent(order=8, window=4)[0] if name in ("converted", "reduced") else model
 
 
 def text_of(length, rows=2):
