@@ -1,4 +1,4 @@
-"""Compare runtimes on a CPU: PyTorch as it is and compiled, ONNX Runtime, OpenVINO.
+"""Compare runtimes on a CPU: PyTorch as it is, with weights by columns and compiled, ONNX Runtime, OpenVINO.
 
 For a causal model: the time of a new token, by its cache in PyTorch and by `DecodingStep` elsewhere, and that of a
 pass over a text. Ways take turns, and the figures are medians, with the ratio to PyTorch's: above 1 is faster. `error`
@@ -6,10 +6,11 @@ is the largest difference of the logits of the pass relative to the largest one,
 tokens are those of `generate`. A model that is no recurrence is made one.
 
 Example:
-    OMP_NUM_THREADS=1 python docs/research/runtimes.py --model_name_or_path outputs/demo --threads 1
+    OMP_NUM_THREADS=1 python docs/research/runtimes.py --model_name_or_path outputs/demo --output_file runtimes.json
 """
 
 import argparse
+import copy
 import sys
 import tempfile
 import time
@@ -23,10 +24,23 @@ import torch
 from tabulate import tabulate
 from torch.export import Dim
 
-from modeling_tnn import DecodingStep, TnnForCausalLM
+from modeling_tnn import DecodingStep, TnnForCausalLM, to_column_major
+from tnn_programs.cli.atomic import write_json
 
 Way = Callable[..., list[torch.Tensor]]  # inputs as tensors, to outputs
 PREFIX, GREEDY = 16, 100
+COLUMNS = "PyTorch, weights by columns"
+
+
+class Pass(torch.nn.Module):
+    """The logits of a text."""
+
+    def __init__(self, model: TnnForCausalLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
 
 
 def programs(module, inputs: tuple, sizes: tuple, threads: int, file: Path) -> dict[str, Way]:
@@ -88,8 +102,8 @@ def measured(ways: dict[str, Callable], rounds: int, count: int) -> dict[str, fl
 
 
 @torch.inference_mode()
-def compare(model: TnnForCausalLM, length: int, rounds: int, threads: int) -> list[list]:
-    """The rows of the table."""
+def compare(model: TnnForCausalLM, length: int, rounds: int, threads: int) -> list[dict]:
+    """A row for each way."""
     step, ids = DecodingStep(model), torch.randint(3, model.config.vocab_size, (1, length))
     shape = [len(layer) for layer in step.empty(1)]
     states = [state for layer in step.empty(1) for state in layer]
@@ -104,24 +118,19 @@ def compare(model: TnnForCausalLM, length: int, rounds: int, threads: int) -> li
             logits, states = self.step(token, [[next(remaining) for _ in range(count)] for count in shape])
             return logits, *(state for layer in states for state in layer)
 
-    class Pass(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids):
-            return self.model(ids, use_cache=False).logits
-
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(False), torch.no_grad():
         fixed, token = ({}, tuple({} for _ in states)), ids[:, :1].clone()
         steps = programs(Flat(), (token, *states), fixed, threads, Path(folder, "step.onnx"))
-        passes = programs(Pass(), (ids.clone(),), ({1: Dim.DYNAMIC},), threads, Path(folder, "pass.onnx"))
+        passes = programs(Pass(model), (ids.clone(),), ({1: Dim.DYNAMIC},), threads, Path(folder, "pass.onnx"))
     steps = {"PyTorch, compiled": torch.compile(Flat(), dynamic=False)} | steps
-    passes = {"PyTorch": Pass(), "PyTorch, compiled": torch.compile(Pass(), dynamic=False)} | passes
+    columns = to_column_major(copy.deepcopy(model))
+    compiled = {"PyTorch, compiled": torch.compile(Pass(model), dynamic=False)}
+    passes = {"PyTorch": Pass(model), COLUMNS: Pass(columns)} | compiled | passes
     prefix = ids[:, :PREFIX]
     writers = {name: Writer(way, states, prefix) for name, way in steps.items()}
-    writers = {"PyTorch": CachedWriter(model, prefix)} | writers
-    expected, logits = model.generate(prefix, max_new_tokens=GREEDY, do_sample=False, eos_token_id=None), Pass()(ids)
+    writers = {"PyTorch": CachedWriter(model, prefix), COLUMNS: CachedWriter(columns, prefix)} | writers
+    expected = model.generate(prefix, max_new_tokens=GREEDY, do_sample=False, eos_token_id=None)
+    logits = Pass(model)(ids)
     tokens = measured({name: writer.advance for name, writer in writers.items()}, rounds, 20)
     found = {name: way(ids) for name, way in passes.items()}
     whole = measured({name: lambda way=way: way(ids) for name, way in passes.items()}, rounds, 1)
@@ -130,13 +139,9 @@ def compare(model: TnnForCausalLM, length: int, rounds: int, threads: int) -> li
         output = found[name][0] if isinstance(found[name], list) else found[name]
         error = float((output - logits).abs().max() / logits.abs().max())
         equal = writer.ids[:GREEDY] == expected[0, PREFIX:].tolist()
-        times = (
-            1e3 * tokens[name],
-            tokens["PyTorch"] / tokens[name],
-            1e3 * whole[name],
-            whole["PyTorch"] / whole[name],
-        )
-        rows.append([name, *times, error, equal])
+        rows.append({"way": name, "token_ms": 1e3 * tokens[name], "token_ratio": tokens["PyTorch"] / tokens[name]})
+        rows[-1] |= {"pass_ms": 1e3 * whole[name], "pass_ratio": whole["PyTorch"] / whole[name]}
+        rows[-1] |= {"error": error, "equal": equal}
     return rows
 
 
@@ -146,13 +151,16 @@ def main():
     parser.add_argument("--length", type=int, default=512, help="Tokens of the pass.")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output_file", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     model = TnnForCausalLM.from_pretrained(args.model_name_or_path).eval()
     model = model.to_recurrent()[0]
-    heads = ["", "token, ms", "ratio", f"pass of {args.length}, ms", "ratio", "error", "equal"]
-    sys.stdout.write(tabulate(compare(model, args.length, args.rounds, args.threads), heads, floatfmt=".3g") + "\n")
+    rows = compare(model, args.length, args.rounds, args.threads)
+    sys.stdout.write(tabulate(rows, headers="keys", floatfmt=".3g") + "\n")
+    if args.output_file is not None:
+        write_json(args.output_file, {"length": args.length, "parameters": model.num_parameters(), "rows": rows})
 
 
 if __name__ == "__main__":
