@@ -1,8 +1,9 @@
 """Measure what only the pages on papers and results show, and write JSON, a table and a picture.
 
-Times are measured as by `tnn benchmark`, which compares trained models.
+Times are measured with all variants interleaved in one process.
 
 Example:
+    python docs/research/benchmark.py models --model_name_or_path outputs/rpe outputs/rotary --contexts 512 14336
     python docs/research/benchmark.py training --lengths 512 2048 --output_file training.json --plot training.png
     python docs/research/benchmark.py training --ways "fused" "fused bf16"
     python docs/research/benchmark.py memory
@@ -76,6 +77,7 @@ DEFAULTS = {
 SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
 BATCHES = {"lengths": [512, 2048, 8192], "tokens": 8192, "decay": 0.99}
 OPTIONS = {
+    "models": {"block_size": 512, "tokens": 2048, "bf16": False, "contexts": [512, 8192], "batch_size": 1},
     "training": {"ways": [], **BATCHES, **SIZES, "bidirectional": False, "blocks_only": False},
     "memory": {"ways": [], **BATCHES, **SIZES},
     # A repeat decodes a block of tokens, in rounds of 32.
@@ -110,6 +112,8 @@ def parse_arguments() -> argparse.Namespace:
         suite.add_argument("--threads", type=int, default=1, help="CPU threads; with 1, CPU time is measured.")
         suite.add_argument("--output_file", type=Path)
         suite.set_defaults(plot=None)
+        if name == "models":
+            suite.add_argument("--model_name_or_path", nargs="+", required=True)
         if name == "lengths":
             suite.add_argument("--passes", nargs="+", choices=("step", "prefill"), default=["step", "prefill"])
         if name in AXES:

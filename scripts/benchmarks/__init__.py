@@ -1,1 +1,1 @@
-"""The suites of `tnn benchmark`."""
+"""Measurements of speed and memory."""

@@ -1,34 +1,21 @@
-"""The suite `models` of scripts/benchmark.py: the cost of trained models."""
+"""The costs of language models: a training step, a new token after a context, and the state that decoding keeps."""
 
 import statistics
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from modeling_tnn.cache_tnn import CACHE, bytes_per_sequence
 from modeling_tnn.kernels.loss import linear_cross_entropy
-from tnn_programs.benchmarks.measure import autocast, markdown, measure, ratio
-from tnn_programs.cli.model_path import check_model_path, load
+from tnn_programs.benchmarks.measure import autocast, measure, ratio
 
 TURN, TURNS = 32, 4
 CHUNK = 512  # tokens of the context that are read at once
-FORMATS = {"model": "", "context": ",", "parameters": ",", "training_tokens_per_second": ",.0f"}
-FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f", "state_mebibytes": ".1f"}
 OF_SMALL = {"model": "", "context": ",", "ms_per_step": ".1f", "ms_per_token": ".2f", "state_bytes": ","}
 LINEAR = "linear_attention"
-
-
-def run(args) -> list[dict]:
-    """One row for each model and context."""
-    models = {}
-    for name in args.model_name_or_path:
-        check_model_path(name)
-        models[name] = load(AutoModelForCausalLM, name, dtype=torch.float32).to(args.device)
-    return costs(models, args)
 
 
 def costs(models: dict[str, PreTrainedModel], args) -> list[dict]:
@@ -122,6 +109,3 @@ def decoding_times(decoders: dict[str, Decoder], args) -> dict[str, list[float]]
     times = measure({name: decoder.decode for name, decoder in decoders.items()}, args, TURNS)
     starts = range(0, args.repeats * TURNS, TURNS)
     return {name: [sum(one[i : i + TURNS]) / (TURN * TURNS) for i in starts] for name, one in times.items()}
-
-
-table = partial(markdown, formats=FORMATS)

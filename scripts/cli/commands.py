@@ -25,7 +25,6 @@ COMMANDS = {
     "images": ("run_image_classification", "train an image classifier"),
     "synthetic": ("run_synthetic", "train on synthetic tasks: copying, delay, recall, passkey"),
     "ablation": ("run_ablation", "compare variants of a model"),
-    "benchmark": ("benchmark", "compare speed and memory with peers"),
 }
 # Suggestions for a trained model: subcommands with their options.
 OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",)

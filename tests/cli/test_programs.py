@@ -360,12 +360,6 @@ class TestPresets(ProgramTests):
     refused = {"tnn-smal": "preset or a recipe, got tnn-smal; did you mean tnn-small[?]"}
 
 
-class TestBenchmark(ProgramTests):
-    command = "benchmark"
-    needed = "models --model_name_or_path tnn"
-    refused = {"--tokenz 3": "did you mean --tokens[?]", "--output x": "did you mean --output_file[?]"}
-
-
 def test_every_program_has_a_command_and_a_class():
     programs = {path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__", "tnn"}
     assert sorted(module for module, _ in COMMANDS.values()) == sorted(programs)

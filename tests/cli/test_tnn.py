@@ -89,7 +89,6 @@ WRONG = {
     "images": "--config_name tnn-image-tny --output_dir out",
     "synthetic": "--task copying --learning_rate fast --output_dir out",
     "ablation": "--variants rpe --dataset_name none.txt --output_dir out",
-    "benchmark": "gpu --parts losse",
 }
 
 
