@@ -11,7 +11,6 @@ Example:
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --private
     python scripts/push_to_hub.py outputs/wikitext --repo_id user/tnn-wikitext --evaluation outputs/lengths.json \\
         --kernels outputs/kernels --card_dir model_cards/tnn-wikitext
-    python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --space
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --output_dir outputs/to-push
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --card_dir model_cards/tnn-demo
 """
@@ -47,8 +46,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")
     parser.add_argument("--dry_run", action="store_true", help="Show the files without contacting the Hub, and end.")
     parser.add_argument("--output_dir", type=Path, help="With --dry_run: a new folder for the files.")
-    parser.add_argument("--space", action="store_true", help="Publish a Space with a page of the model, too.")
-    parser.add_argument("--package", help="What pip installs in the Space; this release of modeling-tnn unless given.")
     return parser
 
 
@@ -66,8 +63,7 @@ def main():
         sys.stdout.writelines(f"{line}\n" for line in rehearse(args))
         sys.stdout.write("Nothing was published, and the Hub was not contacted.\n")
         return
-    for url in run(args, shlex.join(["tnn", "push", *sys.argv[1:]])):
-        sys.stdout.write(f"published at {url}\n")
+    sys.stdout.write(f"published at {run(args, shlex.join(['tnn', 'push', *sys.argv[1:]]))}\n")
 
 
 if __name__ == "__main__":

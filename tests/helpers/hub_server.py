@@ -4,10 +4,9 @@
         environment = os.environ | hub.environment
         hub.files("user/model")
 
-Repositories have commits on the branch `main`. A private repository does not exist for who has no token. The Space
-USER/NAME is the repository `spaces/USER/NAME`. Tests break things through `cut` (after how many bytes of a file, by
-`USER/NAME/FILE`, the connection ends) and `on_upload` (called when an upload begins, before its commit). `HangUp` ends
-a connection.
+Repositories have commits on the branch `main`. A private repository does not exist for who has no token. Tests break
+things through `cut` (after how many bytes of a file, by `USER/NAME/FILE`, the connection ends) and `on_upload` (called
+when an upload begins, before its commit). `HangUp` ends a connection.
 """
 
 import base64
@@ -28,7 +27,7 @@ from helpers import processes
 
 TOKEN, USER = "hf_loopback", "user"
 WITHOUT_THE_PACKAGE = "import sys\nsys.modules['modeling_tnn'] = None\n"
-REPO = r"(?P<repo>(?:spaces/)?[\w.-]+/[\w.-]+)"
+REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 REVISION = r"(?P<revision>[^/]+)"
 
 
@@ -116,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_request(self):
-        path = unquote(urlsplit(self.path).path).replace("/api/spaces/", "/api/models/spaces/")
+        path = unquote(urlsplit(self.path).path)
         try:
             for method, pattern, action in ROUTES:
                 if self.command in method and (match := re.fullmatch(pattern, path)):
@@ -176,7 +175,6 @@ def create_repo(request: Handler):
     if not request.known:
         raise Refused(401, "Invalid username or password.")
     repo_id = f"{wanted.get('organization') or USER}/{wanted['name']}"
-    repo_id = f"spaces/{repo_id}" if wanted.get("type") == "space" else repo_id
     status = 409 if repo_id in request.hub.repos else 200
     if status == 200:
         request.hub.repos[repo_id] = Repo(wanted.get("visibility") == "private" or bool(wanted.get("private")))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, SpaceCard
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
 from helpers.hub_server import HubServer, client, environment
@@ -95,27 +95,14 @@ def test_interrupted_publication_and_another_attempt(hub, model_folder, tmp_path
 
 
 @pytest.mark.slow
-def test_card_and_space_of_a_publication(hub, model_folder, tmp_path, monkeypatch):
-    """Metadata and text say what the JSON files say; a page of the model, by files that say what it runs with."""
-    options = ["--repo_id", "user/paged", "--evaluation", model_folder / "evaluation.json", "--space", "--package",
-               "modeling-tnn[scripts,space] @ file:///wheel"]  # fmt: skip
+def test_card_of_a_publication(hub, model_folder, tmp_path):
+    """Metadata and text say what the JSON files say."""
+    options = ["--repo_id", "user/paged", "--evaluation", model_folder / "evaluation.json"]
     pushed = processes.run(**push(hub, model_folder, tmp_path, *options), check=True)
-    assert pushed.stdout.splitlines() == [f"published at {hub.url}/{at}user/paged" for at in ("", "spaces/")]
+    assert pushed.stdout.splitlines() == [f"published at {hub.url}/user/paged"]
     assert "model.safetensors" in hub.files("user/paged")
     card = ModelCard(hub.files("user/paged")["README.md"].decode())
     assert card.data.model_name == "paged" and "| 256 | 79.25 | 2.125 | 4,096 |" in card.text
-
-    files = {name: content.decode() for name, content in hub.files("spaces/user/paged").items()}
-    assert files.keys() == {"app.py", "requirements.txt", "README.md"}
-    card = SpaceCard(files["README.md"]).data
-    assert (card.sdk, card.app_file, card.models, card.title) == ("gradio", "app.py", ["user/paged"], "paged")
-    package, *versions = [line for line in files["requirements.txt"].splitlines() if line[0] not in "#-"]
-    assert package == options[-1] and [line.partition("==")[0] for line in versions] == ["torch", "transformers"]
-    assert all(re.fullmatch(r"[\w-]+==[0-9.]+", line) for line in versions)
-    served = []
-    monkeypatch.setattr("tnn_programs.serving.page.serve", served.append)
-    exec(compile(files["app.py"], "app.py", "exec"), {})
-    assert [(args.model_name_or_path, args.host, args.port) for args in served] == [("user/paged", None, None)]
 
 
 def test_dry_run(model_folder, tmp_path, monkeypatch, capsys):
@@ -131,8 +118,6 @@ def test_dry_run(model_folder, tmp_path, monkeypatch, capsys):
     assert continuation(tmp_path / "model") == continuation(model_folder)
     with pytest.raises(SystemExit, match="--output_dir must be a new or an empty folder, got"):
         run_script("push_to_hub", *given, "--output_dir", tmp_path / "model")
-    run_script("push_to_hub", *given, "--space")
-    assert f"Space {REPO} (private if it is new): 3 files" in capsys.readouterr().out
 
 
 BY_METHODS = """
@@ -160,11 +145,9 @@ def test_methods_of_transformers(hub, model_folder, tmp_path):
 
 
 def test_errors_of_the_program(model_folder, tmp_path, monkeypatch, capsys):
-    """One line, before anything is published; no page of a model that cannot write."""
+    """One line, before anything is published."""
     (tmp_path / "lengths.json").write_text("{")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    body = tmp_path / "body"
-    AutoModel.from_pretrained(model_folder).save_pretrained(body)
     monkeypatch.setattr(push_to_hub, "publish", None)
     evaluation = [model_folder, "--evaluation"]
     for given, message in [
@@ -172,7 +155,6 @@ def test_errors_of_the_program(model_folder, tmp_path, monkeypatch, capsys):
         ([tmp_path], "model must be a TnnForCausalLM or .*, got bert TnnModel"),
         ([*evaluation, model_folder / "metrics.json"], "not a JSON file that the card can read as evaluation"),
         ([*evaluation, tmp_path / "lengths.json"], "lengths.json cannot be read as a JSON file"),
-        ([body, "--space"], "holds a TnnModel: only a TnnForCausalLM has a page"),
         ([model_folder, "--dry_run", "--repo_id", "a/b/c"], "Repo id must be in the form"),
         ([model_folder, "--output_dir", "x"], "with --dry_run"),
     ]:

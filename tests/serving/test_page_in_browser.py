@@ -190,12 +190,14 @@ def test_a_page_that_is_closed_is_forgotten(folder, browser):
 
 
 def test_a_space(folder, browser, tmp_path):
-    """What `push_to_hub.py --space` publishes is a page of the model that is on the Hub."""
+    """The program of the guide is a page of the model that is on the Hub."""
     port = free_port()
     with HubServer() as hub:
         known = environment(hub, tmp_path) | {"GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port)}
-        processes.run(program("push_to_hub", folder, "--repo_id", "user/tiny", "--space"), check=True, env=known)
-        (tmp_path / "app.py").write_bytes(hub.files("spaces/user/tiny")["app.py"])
+        processes.run(program("push_to_hub", folder, "--repo_id", "user/tiny"), check=True, env=known)
+        guide = (ROOT / "docs" / "guides" / "serve.md").read_text()
+        app = re.search("```text\n(from tnn_programs.*?)```", guide, re.DOTALL)[1]
+        (tmp_path / "app.py").write_text(app.replace("USER/NAME", "user/tiny"))
         with serving([sys.executable, "app.py"], port, tmp_path / "log.txt", env=known, cwd=tmp_path) as (address, _):
             tab = Tab(browser, address)
             expect(tab.page.get_by_role("heading", name="tiny")).to_be_visible()
