@@ -43,9 +43,8 @@ class ApiArguments(ServerArguments):
     max_prompt_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
     max_body_bytes: int = option(2**20, "Most bytes of the body of a request; one with more gets status 413.")
     max_seconds: int = option(600, "Most seconds until a request is answered; one that takes more gets status 504.")
-    read_seconds: int = option(30, "Most seconds that a client may take to send a request, or to read an answer.")
+    read_seconds: int = option(30, "Most seconds until the body of a request is there; one later gets status 408.")
     drain_seconds: int = option(10, "Seconds that running requests may take after Ctrl-C or SIGTERM.")
-    max_concurrent: int = option(512, "Most connections that are served at the same time; others get status 503.")
     api_key: str | None = option(None, "Key that clients must send; the variable TNN_API_KEY unless given.")
     allowed_origins: list[str] = option([], "Sites whose pages may call it: https://example.org, or * for all.")
 

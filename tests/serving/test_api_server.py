@@ -1,6 +1,7 @@
-"""What a server of the API promises: its key, limits of connections and of time, a drain, many clients at once."""
+"""What a server of the API promises: its key, limits of time, a drain, many clients at once."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import json
@@ -157,47 +158,16 @@ HALF_A_BODY = (
 
 
 def test_slow_clients(folder):
-    """Who sends nothing, half a header or half a body is disconnected, however it drips; so is who does not read."""
-    with serving(folder, read_seconds=0.3, max_new_tokens=100_000) as service:
-        for sent, answered in ((b"", b""), (b"POST /v1/comp", b""), (HALF_A_BODY, b" 408 ")):
-            with connect(service) as client:
-                client.sendall(sent)
-                received, is_open, deadline = b"", True, time.monotonic() + 5
-                client.settimeout(0.1)
-                while is_open and time.monotonic() < deadline:
-                    try:
-                        client.sendall(b"x" if sent else b"")
-                        part = client.recv(1000)
-                        received, is_open = received + part, bool(part)
-                    except TimeoutError:
-                        continue
-                    except OSError:
-                        is_open = False
-                assert not is_open and answered in received
-        body = LONG | {"model": service.name, "stream": True, "max_tokens": 100_000}
-        with httpx.stream("POST", f"{service.url}/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            (connection,) = service.server.server_state.connections
-            connection.loop.call_soon_threadsafe(connection.pause_writing)  # the buffers of the socket are full
-            with pytest.raises(httpx.TransportError):
-                list(lines)
-        wait_until_idle(service)
-
-
-def test_many_connections(folder):
-    """Above --max_concurrent requests get status 503; it answers again when connections are closed."""
-    with serving(folder, max_concurrent=8) as service:
-        clients = [connect(service) for _ in range(8)]
-        time.sleep(0.2)
-        assert httpx.get(f"{service.url}/v1/models").status_code == 503
-        assert httpx.get(f"{service.url}/health").status_code == 200
-        for client in clients:
-            client.close()
-        deadline = time.monotonic() + 5
-        while httpx.get(f"{service.url}/v1/models").status_code != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    """Who sends half a body gets an answer, however it drips."""
+    with serving(folder, read_seconds=0.3) as service, connect(service) as client:
+        client.sendall(HALF_A_BODY)
+        client.settimeout(0.1)
+        received, deadline = b"", time.monotonic() + 5
+        while b" 408 " not in received and time.monotonic() < deadline:
+            client.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                received += client.recv(1000)
+        assert b" 408 " in received
 
 
 @pytest.mark.parametrize("drain_seconds, stream", [(0.2, False), (0.2, True), (60, True)])
