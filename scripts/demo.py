@@ -1,8 +1,10 @@
 """Train a small TNN language model on real text, save it, load it back and let it continue a prompt.
 
+The training is one of `tnn pretrain`, and has its options.
+
 Example:
     python scripts/demo.py --max_steps 300 --prompt "In the beginning"
-    python scripts/demo.py --dataset_name my_book.txt --tno_type rtf
+    python scripts/demo.py --dataset_name my_book.txt --config_overrides tno_type=rtf
 """
 
 import logging
@@ -13,43 +15,27 @@ from tnn_programs.cli.errors import importing, report_errors
 
 from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.commands import next_steps
-from tnn_programs.cli.parser import load_config, parse_arguments
+from tnn_programs.cli.parser import load_config, parse_arguments, require
 from tnn_programs.cli.training_arguments import PretrainArguments
 
 logger = logging.getLogger("demo")
 
 
-@dataclass
-class DemoArguments:
-    """The options of the demo."""
+@dataclass(kw_only=True)
+class DemoArguments(PretrainArguments):
+    """The options of `tnn pretrain`, some with other defaults, and those of the text that the model writes."""
 
-    config_name: str = "tnn-tiny"
-    tno_type: str | None = None
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    documents: str | None = None
-    block_size: int | None = None
     output_dir: str = "outputs/demo"
-    overwrite_output_dir: bool = False
-    resume_from_checkpoint: str | None = None
     max_steps: int = 300
-    per_device_train_batch_size: int = 16
-    learning_rate: float = 4e-3
+    per_device_train_batch_size: int | None = 16
+    learning_rate: float | None = 4e-3
+    torch_compile: bool | None = False
     prompt: str = "And God said unto"
     max_new_tokens: int = 60
-    seed: int = 0
 
     def __post_init__(self):
-        self.pretraining()
-
-    def pretraining(self) -> PretrainArguments:
-        """The options of `tnn pretrain` for the same training."""
-        own = ("tno_type", "prompt", "max_new_tokens")
-        given = {name: value for name, value in vars(self).items() if name not in own}
-        for name in ("dataset_name", "dataset_config_name"):
-            given[name] = [] if given[name] is None else [given[name]]
-        overrides = None if self.tno_type is None else f"tno_type={self.tno_type}"
-        return PretrainArguments(**given, config_overrides=overrides, torch_compile=False)
+        super().__post_init__()
+        require(self, "objective", self.objective == "clm", "clm for a model that writes")
 
 
 def continuation(args: DemoArguments, use_cache: bool) -> str:
@@ -71,7 +57,7 @@ def start(args: DemoArguments):
     model_type = load_config(args.config_name).model_type
     if model_type != "tnn":
         raise ValueError(f"--config_name must be a TNN, got {args.config_name} of {model_type}")
-    metrics = pretrain.run(args.pretraining())
+    metrics = pretrain.run(args)
     unstable = metrics["unstable_layers"]
     text = continuation(args, use_cache=not unstable)
     file = Path(args.output_dir) / "metrics.json"

@@ -50,7 +50,8 @@ class TestDemo(TrainingTests):
     test_its_recipes_are_read = None
     refused = {
         "--config_name gpt2": "--config_name must be a TNN, got gpt2 of gpt2",
-        "--tno_type ski": "`causal` must be False with tno_type='ski', got True",
+        "--config_overrides tno_type=ski": "`causal` must be False with tno_type='ski', got True",
+        "--objective mlm": "--objective must be clm for a model that writes, got mlm",
     }
 
     def test_a_text_of_no_block(self, tmp_path):

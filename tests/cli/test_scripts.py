@@ -20,7 +20,7 @@ def test_the_demo_learns_what_it_reads(tmp_path, caplog):
     """A model that has seen three sentences 400 times knows them."""
     preset = write_config(tmp_path / "preset", vocab_size=400, hidden_dropout_prob=0.0)
     text, output = write_text(tmp_path / "text.txt", copies=400), tmp_path / "out"
-    options = f"--config_name {preset} --output_dir {output} --dataset_name {text} --tno_type fd"
+    options = f"--config_name {preset} --output_dir {output} --dataset_name {text} --config_overrides tno_type=fd"
     options += " --max_steps 60 --per_device_train_batch_size 8 --learning_rate 0.01 --prompt Pack --max_new_tokens 12"
     caplog.set_level("INFO", "demo")
     run("demo", options)
