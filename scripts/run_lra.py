@@ -2,8 +2,7 @@
 
 The recipes have the sizes and settings of the papers; options on the command line override them. Without
 --dataset_path, the data come from the Hub (text, image) or are generated (listops, pathfinder, path-x). Retrieval
-needs the files of the LRA release, or any texts: with --pair_column title the question is whether two passages are of
-one book.
+needs the files of the LRA release, or other pairs of texts.
 
 Example:
     python scripts/run_lra.py --recipe lra/tnn-listops --output_dir outputs/listops
@@ -17,7 +16,7 @@ from tnn_programs.cli.errors import report_errors
 
 from tnn_programs.cli.declared import NAMES, start
 from tnn_programs.cli.model_path import check_path
-from tnn_programs.cli.parser import check_counts, option, require
+from tnn_programs.cli.parser import check_counts, option
 from tnn_programs.cli.task_arguments import ClassifierArguments
 
 
@@ -28,15 +27,12 @@ class LraArguments(ClassifierArguments):
     task: str = option(choices=NAMES["tnn_programs.data.lra.TASKS"])
     dataset_path: str | None = None
     max_length: int | None = option(None, "Most tokens. Longer texts are cut; ListOps has shorter samples.")
-    pair_column: str | None = option(None, "Retrieval: column of --dataset_path by which passages are of one text.")
 
     def __post_init__(self):
         super().__post_init__()
         check_counts(self, "max_length")
         if self.dataset_path is not None:
             check_path(self.dataset_path, "--dataset_path")
-        alike = self.pair_column is None or self.task == "retrieval"
-        require(self, "pair_column", alike, "given for retrieval alone")
 
 
 @report_errors

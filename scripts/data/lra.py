@@ -1,7 +1,6 @@
 """The tasks of the Long Range Arena: the sources of their data, and the conversion to tokens.
 
-ListOps and Pathfinder are generated unless data are given, and Retrieval has pairs of passages of any texts.
-`datasets` caches generated and tokenized data.
+ListOps and Pathfinder are generated unless data are given. `datasets` caches generated and tokenized data.
 """
 
 import math
@@ -22,13 +21,10 @@ from tnn_programs.data import pathfinder
 GREY_WEIGHTS = (0.299, 0.587, 0.114)  # ITU-R 601
 # Rows of the official splits, and of generated ones unless given.
 LISTOPS_ROWS = {"train": 96_000, "validation": 2_000, "test": 2_000}
-RETRIEVAL_ROWS = {"train": 147_086, "validation": 18_090, "test": 17_437}
 PATHFINDER_ROWS = {"train": 160_000, "validation": 20_000, "test": 20_000}
 # Smallest number of rows of a generated split.
 FEWEST_ROWS = 100
 AAN_COLUMNS = ["label", "id1", "id2", "text1", "text2"]
-# The part of each text that the passages of a split come from.
-PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 # ListOps.
 OPERATORS = {
     "[MIN": min,
@@ -81,55 +77,13 @@ def listops_samples(count: int, seed: int, shorter: int = SHORTER, longer: int =
             yield {"source": source, "target": target, "length": len(tokens)}
 
 
-def group_texts(data: DatasetDict, column: str) -> list[str]:
-    """The text of each group, its rows in the order of the data set; a ValueError if a column does not exist."""
-    groups: dict[object, list[str]] = {}
-    for split, rows in data.items():
-        for name, option in ((column, "--pair_column"), ("text", "--dataset_path")):
-            if name not in rows.column_names:
-                found = ", ".join(rows.column_names)
-                raise ValueError(f"{option} must have the column {name} in the {split} split, got {found}")
-        for group, text in zip(rows[column], rows["text"], strict=True):
-            groups.setdefault(group, []).append(text)
-    return ["".join(parts) for parts in groups.values()]
-
-
-def parts_of(texts: list[str], split: str, length: int) -> list[str]:
-    """The part of each text for a split, of those whose part has a passage of `length` characters: at least two."""
-    first, last = PARTS[split]
-    parts = [text[int(first * len(text)) : int(last * len(text))] for text in texts]
-    long_enough = [part for part in parts if len(part) >= length]
-    if len(long_enough) < 2:
-        raise ValueError(
-            f"--pair_column must give at least 2 groups with {length} characters for the {split} split, "
-            f"got {len(long_enough)}. Give a smaller --max_length."
-        )
-    return long_enough
-
-
-def passage_samples(count: int, seed: int, parts: tuple[str, ...], length: int) -> Iterator[dict[str, object]]:
-    """`count` pairs of passages of `length` characters, in turn of two groups (label 0) and of one (label 1).
-
-    A group is the rows of a data set with one value in a column, such as the parts of a book with its title. No
-    passage of a test was trained on, but every group was: the task is to recognise a group by other passages. Every
-    group is drawn equally often, and so is every place in it. The passages of a pair may overlap.
-    """
-    rng = np.random.default_rng(seed)
-    for index in range(count):
-        first, second = (parts[group] for group in rng.choice(len(parts), 2, replace=False))
-        both = first, (first if index % 2 else second)
-        starts = [int(rng.integers(len(part) - length + 1)) for part in both]
-        texts = [part[start : start + length] for part, start in zip(both, starts, strict=True)]
-        yield {"text1": texts[0], "text2": texts[1], "label": index % 2}
-
-
 @dataclass(frozen=True)
 class Task:
     """One task.
 
     `load` gives the raw splits, from a source (a Hub id or a folder; None for the usual one), the number of generated
-    rows (None for the official one), the largest number of tokens and, for retrieval, a column. `encode` gives
-    `input_ids` (two lists a row for pairs) and `labels` of raw rows of a batch.
+    rows (None for the official one) and the largest number of tokens. `encode` gives `input_ids` (two lists a row for
+    pairs) and `labels` of raw rows of a batch.
     """
 
     load: Callable[..., DatasetDict]
@@ -177,20 +131,11 @@ def load_text(source: str | None, rows: int | None, max_length: int) -> DatasetD
     return load_dataset("stanfordnlp/imdb") if source is None else load_dataset(source, "imdb")
 
 
-def load_retrieval(source: str | None, rows: int | None, max_length: int, column: str | None = None) -> DatasetDict:
-    """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns.
-
-    With `column`, pairs of passages of the texts of any data set; see `py`.
-    """
+def load_retrieval(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+    """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns."""
     if source is None:
-        raise ValueError(
-            "--dataset_path must be the folder of the LRA release with new_aan_pairs.*.tsv for retrieval, got none. "
-            "With --pair_column it may be any texts."
-        )
-    if column is not None:
-        texts = group_texts(load_dataset(source), column)
-        parts = {split: {"parts": tuple(parts_of(texts, split, max_length))} for split in RETRIEVAL_ROWS}
-        return generate(passage_samples, RETRIEVAL_ROWS, rows, parts, length=max_length)
+        needed = "the folder of the LRA release with new_aan_pairs.*.tsv, or of other pairs, for retrieval"
+        raise ValueError(f"--dataset_path must be {needed}, got none")
     names = {"train": "train", "validation": "eval", "test": "test"}
     files = {split: str(Path(source) / f"new_aan_pairs.{name}.tsv") for split, name in names.items()}
     if not Path(files["train"]).is_file():
@@ -219,15 +164,15 @@ def load_pathfinder(source: str | None, rows: int | None, max_length: int) -> Da
     return generate(pathfinder.samples, PATHFINDER_ROWS, rows, side=side)
 
 
-def generate(samples: Callable, sizes: dict[str, int], rows: int | None, of_split=None, **options) -> DatasetDict:
+def generate(samples: Callable, sizes: dict[str, int], rows: int | None, **options) -> DatasetDict:
     """The splits of generated `samples`, each by a seed: `rows` for training, the others in proportion.
 
-    `options` are arguments of `samples`, `of_split` has further ones for each split.
+    `options` are arguments of `samples`.
     """
     share, data = 1 if rows is None else rows / sizes["train"], DatasetDict()
     for seed, (split, size) in enumerate(sizes.items()):
-        given, count = options | (of_split or {}).get(split, {}), max(FEWEST_ROWS, round(share * size))
-        data[split] = Dataset.from_generator(samples, gen_kwargs={"count": count, "seed": seed} | given)
+        count = max(FEWEST_ROWS, round(share * size))
+        data[split] = Dataset.from_generator(samples, gen_kwargs={"count": count, "seed": seed} | options)
     return data
 
 
@@ -268,9 +213,8 @@ TASKS = {
 
 
 def load_task(
-    name: str, source: str | None, rows: int | None = None, max_length: int | None = None,
-    eval_rows: int | None = None, pair_column: str | None = None,
-) -> tuple[Task, DatasetDict]:  # fmt: skip
+    name: str, source: str | None, rows: int | None = None, max_length: int | None = None, eval_rows: int | None = None
+) -> tuple[Task, DatasetDict]:
     """A task, and its encoded splits train, validation and test by the options of `tnn lra`; see `Task.held_out`."""
     task = TASKS[name]
     if max_length is not None:
@@ -279,7 +223,7 @@ def load_task(
             known = " or ".join(map(str, sizes))
             raise ValueError(f"--max_length must be {known}, the pixels of {name}, got {max_length}")
         task = replace(task, max_length=max_length)
-    raw = task.load(source, rows, task.max_length, **({} if pair_column is None else {"column": pair_column}))
+    raw = task.load(source, rows, task.max_length)
     if task.held_out and "validation" not in raw:
         raw["train"], raw["validation"] = raw["train"].train_test_split(test_size=task.held_out, seed=0).values()
     counts = {"train": rows, "validation": eval_rows, "test": eval_rows}

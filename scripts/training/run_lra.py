@@ -64,7 +64,7 @@ def run(args: ClassifierArguments, training: TrainingArguments):
     """Train, test and save."""
     with classifier_run(args, training):
         sizes = args.max_train_samples, args.max_length, args.max_eval_samples
-        task, data = load_task(args.task, args.dataset_path, *sizes, args.pair_column)
+        task, data = load_task(args.task, args.dataset_path, *sizes)
         model = build_model(args, build_config(args, task))
         tokenizer = None if task.tokenizer is None else task.tokenizer()
         grey = task.grey if getattr(model.config, "input_channels", None) else None

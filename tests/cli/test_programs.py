@@ -242,7 +242,6 @@ class TestLra(TrainingTests):
         "--task listop": r"invalid choice: 'listop' \(choose from",
         "--task image --max_length 500": "--max_length must be 1024, the pixels of image, got 500",
         "--task retrieval": "--dataset_path must be the folder of the LRA release",
-        "--task text --pair_column title": "--pair_column must be given for retrieval alone, got title",
         "--max_train_samples 50 --config_overrides width=3": "must be fields of TnnConfig, got width",
     }
 

@@ -2,13 +2,15 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -111,22 +113,6 @@ def test_pairs_are_encoded_alone(kind, tmp_path):
     assert torch.equal(build.from_pretrained(tmp_path)(ids, mask).logits, logits)
 
 
-TEXTS = ["".join(chr(1000 * book + place) for place in range(500)) for book in (1, 2, 3)]
-
-
-def test_groups_of_passages():
-    """The parts of a text are put together again, from all splits; texts that are too short are left out."""
-    parts = {"text": [text[half : half + 250] for text in TEXTS for half in (0, 250)], "title": [0, 0, 1, 1, 2, 2]}
-    test = Dataset.from_dict({"text": ["abcd"], "title": [1]})
-    data = DatasetDict(train=Dataset.from_dict(parts), test=test)
-    assert lra.group_texts(data, "title") == [TEXTS[0], TEXTS[1] + "abcd", TEXTS[2]]
-    with pytest.raises(ValueError, match="--pair_column must have the column author in the train split, got text, ti"):
-        lra.group_texts(data, "author")
-    assert len(lra.parts_of([*TEXTS, "ab"], "test", 50)) == 3
-    with pytest.raises(ValueError, match="at least 2 groups with 51 characters for the test split, got 0"):
-        lra.parts_of(TEXTS, "test", 51)
-
-
 def test_presets():
     for folder in (ROOT / "configuration" / "lra").iterdir():
         config = AutoConfig.from_pretrained(folder)
@@ -198,12 +184,14 @@ def test_passages_of_two_books_are_told_apart(tmp_path):
     texts = [(letters * 200)[start : start + 300] for letters in ("abcd ", "wxyz.") for start in (0, 300)]
     books = Dataset.from_dict({"text": texts, "title": ["a", "a", "b", "b"]})
     books.to_parquet(tmp_path / "books" / "train.parquet")
-    task, data = load_task("retrieval", str(tmp_path / "books"), 400, 32, 50, pair_column="title")
+    made = [sys.executable, ROOT / "docs/research/passages.py", tmp_path / "books", "--length", "32", "--rows", "400"]
+    subprocess.run([*made, "--output_dir", tmp_path / "pairs"], check=True)
+    task, data = load_task("retrieval", str(tmp_path / "pairs"), 400, 32, 50)
     assert {name: len(rows) for name, rows in data.items()} == {"train": 400, "validation": 50, "test": 50}
     texts = [task.tokenizer().decode(ids, skip_special_tokens=True) for ids in data["train"][1]["input_ids"]]
     assert all(len(text) == 31 for text in texts) and len({frozenset(text) for text in texts}) == 1
     results, _ = train(
-        tmp_path / "out", f"--recipe lra/small-retrieval --dataset_path {tmp_path}/books --max_length 32",
+        tmp_path / "out", f"--recipe lra/small-retrieval --dataset_path {tmp_path}/pairs --max_length 32",
         "--max_steps 80 --max_train_samples 400 --max_eval_samples 100 --per_device_train_batch_size 16",
         "--config_overrides hidden_size=16,num_hidden_layers=1,intermediate_size=16",
     )  # fmt: skip
