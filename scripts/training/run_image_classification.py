@@ -1,11 +1,9 @@
 """Train and evaluate an image classifier: pictures, their augmentation and their classes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
-from PIL import Image as Pillow
 from PIL import ImageOps
 from transformers import AutoModelForImageClassification, PreTrainedConfig, TrainingArguments, ViTImageProcessor
 
@@ -19,22 +17,6 @@ from tnn_programs.training.peers import vit_like
 from tnn_programs.training.trainer import accuracy, classifier_run, train_classifier
 
 EVALUATED = ("validation", "test")
-# From an RGB picture to the pixels `(3, side, side)` that the model reads.
-ToPixels = Callable[[Pillow.Image], torch.Tensor]
-
-
-def unchanged(processor: ViTImageProcessor) -> ToPixels:
-    return lambda image: processor(image, return_tensors="pt")["pixel_values"][0]
-
-
-def flipped(processor: ViTImageProcessor) -> ToPixels:
-    """Mirror half of the pictures."""
-    plain = unchanged(processor)
-    return lambda image: plain(ImageOps.mirror(image) if torch.rand(()) < 0.5 else image)
-
-
-# Changes of training pictures, by the name of an augmentation.
-AUGMENTATIONS = {"none": unchanged, "flip": flipped}
 
 
 @dataclass(frozen=True)
@@ -49,11 +31,14 @@ class Pictures:
     def classes(self) -> list[str]:
         return self.splits["train"].features[self.label].names
 
-    def prepare(self, split: str, to_pixels: ToPixels) -> Dataset:
-        """The rows with `pixel_values` and `labels`, made when a row is read."""
+    def prepare(self, split: str, processor: ViTImageProcessor, mirrored: float = 0.0) -> Dataset:
+        """The rows with `pixel_values` and `labels`, made when a row is read; a share of the pictures is mirrored."""
 
         def transform(batch: dict) -> dict:
-            pixels = torch.stack([to_pixels(image.convert("RGB")) for image in batch[self.image]])
+            images = [image.convert("RGB") for image in batch[self.image]]
+            if mirrored:
+                images = [ImageOps.mirror(image) if torch.rand(()) < mirrored else image for image in images]
+            pixels = processor(images, return_tensors="pt")["pixel_values"]
             return {"pixel_values": pixels, "labels": batch[self.label]}
 
         return self.splits[split].with_transform(transform)
@@ -92,11 +77,11 @@ def run(args: ClassifierArguments, training: TrainingArguments):
         pictures = load_pictures(args)
         config = build_config(args, pictures.classes)
         processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
-        tests = {name: pictures.prepare(name, unchanged(processor)) for name in pictures.splits if name != "train"}
+        tests = {name: pictures.prepare(name, processor) for name in pictures.splits if name != "train"}
         trainer = GroupingTrainer(
             model=AutoModelForImageClassification.from_config(config),
             args=training,
-            train_dataset=pictures.prepare("train", AUGMENTATIONS[args.augmentation](processor)),
+            train_dataset=pictures.prepare("train", processor, 0.5 if args.augmentation == "flip" else 0.0),
             eval_dataset=next(iter(tests.values())),
             processing_class=processor,
             compute_metrics=accuracy,

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from PIL import Image as Pictures
 from transformers import (
     AutoModelForImageClassification,
@@ -95,26 +95,26 @@ def picture(width: int = 25, height: int = 19, mode: str = "RGB", seed: int = 0)
     return Pictures.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)).convert("RGB")
 
 
-def drawn(count: int, seed: int = 0, name: str = "flip", **shape) -> torch.Tensor:
+def drawn(count: int, seed: int = 0, mirrored: float = 0.0, **shape) -> torch.Tensor:
     """The pixels of different pictures."""
     set_seed(seed)
-    to_pixels = script.AUGMENTATIONS[name](ViTImageProcessor(size={"height": SIDE, "width": SIDE}))
-    return torch.stack([to_pixels(picture(seed=index, **shape)) for index in range(count)])
+    rows = {"img": [picture(seed=index, **shape) for index in range(count)], "kind": [0] * count}
+    pictures = script.Pictures(DatasetDict(train=Dataset.from_dict(rows)), "img", "kind")
+    return pictures.prepare("train", ViTImageProcessor(size={"height": SIDE, "width": SIDE}), mirrored)[:][
+        "pixel_values"
+    ]
 
 
-@pytest.mark.parametrize("name", list(script.AUGMENTATIONS))
-def test_pictures_of_any_size_and_colour(name):
+def test_pictures_of_any_size_and_colour():
     """Half of those that are flipped are mirrored; draws follow the seed."""
     for width, height, mode in ((25, 19, "RGB"), (7, 40, "L"), (1, 1, "RGB")):
-        pixels = drawn(6, name=name, mode=mode, width=width, height=height)
+        pixels = drawn(6, mode=mode, width=width, height=height)
         assert pixels.shape == (6, 3, SIDE, SIDE) and pixels.dtype == torch.float32 and pixels.isfinite().all()
-    assert torch.equal(drawn(4, name=name), drawn(4, name=name))
-    assert torch.equal(drawn(4, name=name), drawn(4, seed=1, name=name)) == (name == "none")
-    if name == "flip":
-        pairs = list(zip(drawn(72, name="none"), drawn(72, name="flip"), strict=True))
-        same = [torch.equal(one, other) for one, other in pairs]
-        mirrored = [torch.equal(one.flip(-1), other) for one, other in pairs]
-        assert all(a != b for a, b in zip(same, mirrored, strict=True)) and 20 < sum(same) < 52
+    flipped, plain = drawn(72, mirrored=0.5), drawn(72)
+    assert torch.equal(drawn(72, mirrored=0.5), flipped) and not torch.equal(drawn(72, 1, mirrored=0.5), flipped)
+    same = [torch.equal(one, other) for one, other in zip(plain, flipped, strict=True)]
+    mirrored = [torch.equal(one.flip(-1), other) for one, other in zip(plain, flipped, strict=True)]
+    assert all(a != b for a, b in zip(same, mirrored, strict=True)) and 20 < sum(same) < 52
 
 
 def test_a_small_run_stops_and_resumes(data, tmp_path):
