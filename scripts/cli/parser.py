@@ -145,9 +145,8 @@ class ProgramParser(argparse.ArgumentParser):
         return super().parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
 
     def parse_args(self, args=None, namespace=None):
-        given = sys.argv[1:] if args is None else list(args)
-        found, unknown = self.parse_known_args(given, namespace)
-        next((parser for name, parser in self.subcommands().items() if name in given), self).refuse(unknown)
+        found, unknown = self.parse_known_args(args, namespace)
+        self.refuse(unknown)
         return found
 
     def error(self, message: str):
@@ -163,13 +162,8 @@ class ProgramParser(argparse.ArgumentParser):
             self.error(f"{name} is not an option of this program{hint}")
 
     def option_names(self) -> list[str]:
-        """The names of all options without leading hyphens, also those of subcommands."""
-        parsers = [self, *self.subcommands().values()]
-        return [name[2:] for parser in parsers for name in parser._option_string_actions if name[:2] == "--"]
-
-    def subcommands(self) -> dict[str, "ProgramParser"]:
-        """The parsers of its subcommands, by name."""
-        return next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), {})
+        """The names of all options without leading hyphens."""
+        return [name[2:] for name in self._option_string_actions if name[:2] == "--"]
 
 
 def field_default(field: dataclasses.Field) -> Any:
