@@ -46,7 +46,6 @@ class GlueArguments(GroupArguments):
     sentence2_key: str | None = option(None, "Column with the second sentences of pairs.")
     label_key: str = option("label", "Column of the files with the labels.")
     class_weights: str | None = option(None, "balanced: rare classes count as much as frequent ones in the loss.")
-    early_stopping_patience: int | None = option(None, "Stop after N evaluations that are no better; keep the best.")
     max_seq_length: int = option(128, "Longer texts are cut.")
     pad_to_max_length: bool = option(False, "Pad all texts to max_seq_length.")
     max_train_samples: int | None = None
@@ -77,9 +76,6 @@ class GlueArguments(GroupArguments):
         require(self, "sentence2_key", of_pairs, "given with --sentence1_key")
         require(self, "label_key", of_rows or self.label_key == "label", of_own)
         require(self, "class_weights", self.class_weights in (None, "balanced"), "balanced")
-        stops = self.early_stopping_patience is not None
-        without = "given without --sweep, which saves no checkpoints"
-        require(self, "early_stopping_patience", not (stops and self.sweep), without)
         known = self.metric_name is None or (of_rows and self.metric_name in METRICS)
         require(self, "metric_name", known, f"absent with --task_name, and one of {', '.join(METRICS)}")
         for file in filter(None, (*files, self.test_file)):
@@ -89,8 +85,7 @@ class GlueArguments(GroupArguments):
         for task in self.task_name or []:
             if task not in TASKS:
                 raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
-        counts = ("max_train_samples", "max_eval_samples", "max_predict_samples", "early_stopping_patience")
-        check_counts(self, *counts, "max_seq_length")
+        check_counts(self, "max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length")
 
     @property
     def sentence_keys(self) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    EarlyStoppingCallback,
     PreTrainedConfig,
     PreTrainedModel,
     Trainer,
@@ -171,8 +170,6 @@ def run_once(task: Task, training: TrainingArguments, keep: bool = False) -> tup
         compute_loss_func=task.weighted_loss(training.label_smoothing_factor),
         groups=args.groups(),
     )
-    if args.early_stopping_patience is not None and training.do_train:
-        trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     results = {}
     if training.do_train:
         compared = {"max_seq_length": args.max_seq_length, "class_weights": args.class_weights}
@@ -215,7 +212,7 @@ def save_model(trainer: Trainer, task: Task, folder: Path):
 
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """Do one run with the learning rate and the seed of the command line, and save the model if it was trained."""
-    training = with_early_stopping(task, with_rate(task, training, folder))
+    training = with_rate(task, training, folder)
     trainer, results = run_once(task, dataclasses.replace(training, output_dir=str(folder)), keep=training.do_train)
     if trainer.is_world_process_zero():
         file = folder / "all_results.json"
@@ -237,17 +234,6 @@ def with_rate(task: Task, training: TrainingArguments, folder: Path) -> Training
     if training.do_train and source is not None:
         logger.info("learning rate %g, %s; --learning_rate sets another", rate, source)
     return dataclasses.replace(training, learning_rate=rate)
-
-
-def with_early_stopping(task: Task, training: TrainingArguments) -> TrainingArguments:
-    """The options with an evaluation and a checkpoint after each epoch, or when evaluations are asked for."""
-    if task.args.early_stopping_patience is None or not training.do_train:
-        return training
-    often = {"eval_strategy": "epoch", "save_strategy": "epoch"}
-    if training.eval_strategy != "no":
-        often = {"save_strategy": training.eval_strategy, "save_steps": training.eval_steps}
-    best = {"metric_for_best_model": task.main_metric, "greater_is_better": task.main_metric not in ERRORS}
-    return dataclasses.replace(training, **often, **best, load_best_model_at_end=True)
 
 
 def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
