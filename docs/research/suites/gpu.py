@@ -1,4 +1,4 @@
-"""The suite `gpu` of scripts/benchmark.py: speed on a GPU."""
+"""The suite `gpu` of docs/research/benchmark.py: speed on a GPU."""
 
 import argparse
 import platform
