@@ -188,52 +188,6 @@ def max_crop(layer: TnnCacheLayer) -> int:
     return min((state.max_crop() for state in layer.states.values()), default=0)
 
 
-def memory_per_sequence(cache: Cache) -> int:
-    """The bytes of decoding state of one sequence in all layers of a cache."""
-    return sum(bytes_per_sequence(layer) for layer in cache.layers)
-
-
-@torch.no_grad()
-def state_bytes(model: nn.Module, after: int) -> dict[str, int]:
-    """The bytes of decoding state of one sequence when a token follows a prompt of `after` tokens.
-
-    Returns:
-        for each layer its operators ("layers.0.tno"), or its attention ("layers.3.attention").
-    """
-    config, found = model.config, {}
-    if not isinstance(after, int) or after < 1:
-        raise ValueError(f"`after` must be a whole number from 1 up, got {after!r}")
-    for name, module in model.base_model.named_modules():
-        if hasattr(module, "state_name"):
-            width = module.channels * module.group_size
-            v = torch.zeros((), dtype=model.dtype, device=model.device).expand(1, after, width)
-            state = DecodingState(module.recurrence(), Prompt(v), length=after, group_size=module.group_size)
-            state.decode(module, v[:, :1])
-            found[name.replace(".mixer", "")] = bytes_of_state(state)
-        elif name.endswith(".attention"):
-            kept = after + 1 if module.sliding_window is None else min(after + 1, module.sliding_window - 1)
-            found[name] = 2 * kept * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    return found
-
-
-def bytes_per_sequence(layer: CacheLayerMixin) -> int:
-    """The bytes of one sequence in a layer: its states, or its keys and values."""
-    states = layer.states.values() if is_toeplitz(layer) else ()
-    return bytes_of_row(layer.keys, layer.values) + sum(map(bytes_of_state, states))
-
-
-def bytes_of_state(state: DecodingState) -> int:
-    """The bytes of one sequence in a state."""
-    if state.prompt is not None:
-        return bytes_of_row(state.prompt.v)
-    return state.group_size * bytes_of_row(state.history.buffer, *state.tensors.values())
-
-
-def bytes_of_row(*held: torch.Tensor | None) -> int:
-    """The bytes of one row of these tensors."""
-    return sum(one.numel() * one.element_size() // max(1, one.shape[0]) for one in held if one is not None)
-
-
 STATIC_LAYER_TYPE_MAPPING.setdefault(TOEPLITZ, extensions.static_layer)  # until `compile/static_cache.py` replaces it
 
 

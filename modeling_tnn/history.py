@@ -153,10 +153,6 @@ class HistoryBuffer:
         self.end, self.held = slots[-1] + 1, min(self.held + count, capacity)
         return slots
 
-    def release_slots(self):
-        """Take back the count of `next_slots`, before the values are written."""
-        self.end, self.held = self.previous
-
     def insert_rows(self, other: "HistoryBuffer", rows: list[int], count: int):
         """Give the `rows` the newest `count` values of `other`, and keep as many of each row; see `write_rows`.
 

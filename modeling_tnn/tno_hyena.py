@@ -43,11 +43,6 @@ def exponential_features(count: int, size: int) -> tuple[torch.Tensor, torch.Ten
     return times, torch.cat([times[:, None], angles.cos(), -angles.sin()], dim=1)
 
 
-def decay_rates(channels: int) -> torch.Tensor:
-    """delta `(D,)`: a channel falls to 0.01 between 0.3 and 1.5 times the M positions, but for the floor."""
-    return torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, channels, dtype=torch.float64)
-
-
 def modulation(times: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
     """exp(-s |delta|) + 0.05, `(D, L)`, at the times s `(L,)`."""
     return (-times * rates.abs()[:, None]).exp_().add_(FLOOR)  # in place: gigabytes for a million positions
@@ -94,7 +89,9 @@ class HyenaOperator(ToeplitzOperator):
         times, features = exponential_features(*self.features.shape)
         copy(self.times, times)
         copy(self.features, features)
-        copy(self.rates, decay_rates(len(self.rates)))
+        # A channel falls to 0.01 between 0.3 and 1.5 times the M positions, but for the floor.
+        slow, fast = math.log(0.01) / 1.5, math.log(0.01) / 0.3
+        copy(self.rates, torch.linspace(slow, fast, len(self.rates), dtype=torch.float64))
 
     def require_positions(self, count: int):
         if self.beyond == "error" and count > self.longest:

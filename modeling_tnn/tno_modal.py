@@ -88,7 +88,8 @@ class ModalRecurrence(FilterRecurrence):
         if not is_on_host(prompt.v):  # reading its rate would be a device sync
             return prompt.length
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
-        faded = (-math.log(resolution) / self.operator.slowest_rate()).item()  # inf for a rate of 0
+        slowest = self.operator.modes()[0].rate.min().clamp(min=0).abs()  # not -0, whose inverse is -inf
+        faded = (-math.log(resolution) / slowest).item()  # inf for a rate of 0
         return int(min(prompt.length, faded + self.window + slack_after(prompt.length) + 1))
 
     def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
@@ -179,10 +180,6 @@ class ModesOperator(ToeplitzOperator):
         poles, weights = self.modes()
         power = poles.powers(torch.tensor([age + self.exponent], device=poles.rate.device))  # (D, 1, Q)
         return torch.complex(*weights.times(Pair(*(part[:, 0] for part in power))))
-
-    def slowest_rate(self) -> torch.Tensor:
-        """The smallest -log|lambda_q| of all modes, `()`, not below 0."""
-        return self.modes()[0].rate.min().clamp(min=0).abs()  # not -0, whose inverse is -inf
 
     def recurrence(self) -> ModalRecurrence:
         require_causal(self)

@@ -154,7 +154,7 @@ class FixedState(DecodingState):
         """Take back the count of tokens that `prepare` has counted and no step has used."""
         if self.is_ready:
             self.is_ready = False
-            self.history.release_slots()
+            self.history.end, self.history.held = self.history.previous
             self.length, self.counters.position = self.length - self.prepared, self.counters.position - self.prepared
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):

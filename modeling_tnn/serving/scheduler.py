@@ -22,8 +22,8 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
-from ..cache_tnn import memory_per_sequence
 from ..configuration_tnn import has_attention
+from ..tools.comparing import memory_per_sequence
 from .request import Request, prepare
 from .rows import bytes_of_text, drop_padding, insert_rows
 from .states import has_movable_rows

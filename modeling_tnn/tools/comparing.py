@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
-from ..cache_tnn import CACHE, state_bytes
-from ..recurrence import DivergenceError
+from ..cache_tnn import CACHE, is_toeplitz
+from ..recurrence import DecodingState, DivergenceError, Prompt
 
 logger = logging.get_logger(__name__)
 # Fields that give a model its number of parameters, of which the first that it has counts, and how near it must come.
@@ -76,6 +77,52 @@ def state_bytes_by_length(model: PreTrainedModel, lengths: Iterable[int]) -> lis
     of_token = 2 * model.config.num_hidden_layers * model.config.hidden_size * model.dtype.itemsize
     found = {length: sum(state_bytes(model, length).values()) for length in lengths}
     return [{"length": length, "state": size, "transformer": length * of_token} for length, size in found.items()]
+
+
+def memory_per_sequence(cache: Cache) -> int:
+    """The bytes of decoding state of one sequence in all layers of a cache."""
+    return sum(bytes_per_sequence(layer) for layer in cache.layers)
+
+
+@torch.no_grad()
+def state_bytes(model: PreTrainedModel, after: int) -> dict[str, int]:
+    """The bytes of decoding state of one sequence when a token follows a prompt of `after` tokens.
+
+    Returns:
+        for each layer its operators ("layers.0.tno"), or its attention ("layers.3.attention").
+    """
+    config, found = model.config, {}
+    if not isinstance(after, int) or after < 1:
+        raise ValueError(f"`after` must be a whole number from 1 up, got {after!r}")
+    for name, module in model.base_model.named_modules():
+        if hasattr(module, "state_name"):
+            width = module.channels * module.group_size
+            v = torch.zeros((), dtype=model.dtype, device=model.device).expand(1, after, width)
+            state = DecodingState(module.recurrence(), Prompt(v), length=after, group_size=module.group_size)
+            state.decode(module, v[:, :1])
+            found[name.replace(".mixer", "")] = bytes_of_state(state)
+        elif name.endswith(".attention"):
+            kept = after + 1 if module.sliding_window is None else min(after + 1, module.sliding_window - 1)
+            found[name] = 2 * kept * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    return found
+
+
+def bytes_per_sequence(layer: CacheLayerMixin) -> int:
+    """The bytes of one sequence in a layer: its states, or its keys and values."""
+    states = layer.states.values() if is_toeplitz(layer) else ()
+    return bytes_of_row(layer.keys, layer.values) + sum(map(bytes_of_state, states))
+
+
+def bytes_of_state(state: DecodingState) -> int:
+    """The bytes of one sequence in a state."""
+    if state.prompt is not None:
+        return bytes_of_row(state.prompt.v)
+    return state.group_size * bytes_of_row(state.history.buffer, *state.tensors.values())
+
+
+def bytes_of_row(*held: torch.Tensor | None) -> int:
+    """The bytes of one row of these tensors."""
+    return sum(one.numel() * one.element_size() // max(1, one.shape[0]) for one in held if one is not None)
 
 
 def count_parameters(config: PreTrainedConfig, build: Callable = AutoModelForCausalLM.from_config) -> int:

@@ -8,8 +8,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from modeling_tnn.cache_tnn import CACHE, bytes_per_sequence
+from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.kernels.loss import linear_cross_entropy
+from modeling_tnn.tools.comparing import bytes_per_sequence
 from tnn_programs.benchmarks.measure import autocast, measure, ratio
 
 TURN, TURNS = 32, 4

@@ -14,11 +14,11 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from modeling_tnn import __version__, modeling_tnn
-from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
+from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
-from modeling_tnn.tools.comparing import plot_by_length
+from modeling_tnn.tools.comparing import memory_per_sequence, plot_by_length
 from tnn_programs.cli import model_path
 from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.model_path import check_model_path

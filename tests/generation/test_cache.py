@@ -18,8 +18,9 @@ from helpers.caches import TEXT, generate, model_of, passes
 from helpers.hybrids import HYBRIDS
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.cache_tnn import CACHE, TnnCacheLayer, memory_per_sequence
+from modeling_tnn.cache_tnn import CACHE, TnnCacheLayer
 from modeling_tnn.history import HistoryBuffer
+from modeling_tnn.tools.comparing import memory_per_sequence
 
 
 def test_a_file_holds_what_was_written_and_no_other_memory():

@@ -8,8 +8,8 @@ from transformers import DynamicCache, StaticCache
 
 from helpers.caches import MODELS
 from helpers.models import lively_language_model, relative_error, slow
-from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.serving.rows import bytes_of_text, drop_padding, insert_rows, rows_of
+from modeling_tnn.tools.comparing import memory_per_sequence
 
 # Kinds of states, and settings with which a block or a history has another form.
 MORE = {"rpe-long": {"tno_type": "rpe", "decay": 0.97}, "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192}}

@@ -8,9 +8,10 @@ import torch
 from helpers.caches import cache_of, model_of, passes, states_of, text_of
 from helpers.models import relative_error, slow
 from modeling_tnn import tno_modal, tno_rtf
-from modeling_tnn.cache_tnn import TnnCacheLayer, max_crop, memory_per_sequence
+from modeling_tnn.cache_tnn import TnnCacheLayer, max_crop
 from modeling_tnn.history import CHUNK_SLACK
 from modeling_tnn.tno import continue_sequence
+from modeling_tnn.tools.comparing import memory_per_sequence
 
 EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "rtf", "modal", *slow("fd", "s4d", "explicit")])
 LONG = 7001

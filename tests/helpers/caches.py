@@ -18,9 +18,10 @@ from transformers import DynamicCache, StaticCache
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import lively_language_model, relative_error, slow
-from modeling_tnn.cache_tnn import max_crop, memory_per_sequence, state_bytes
+from modeling_tnn.cache_tnn import max_crop
 from modeling_tnn.compile.token_loop import write_tokens
 from modeling_tnn.inputs import pool_tokens
+from modeling_tnn.tools.comparing import memory_per_sequence, state_bytes
 from modeling_tnn.tools.embedding import embed_texts
 
 MODELS = {

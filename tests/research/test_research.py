@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForC
 from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, table_rows, words
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.tools.comparing import memory_per_sequence
 
 sys.path.append(str(ROOT / "docs" / "research"))
 pytestmark = pytest.mark.slow

@@ -24,9 +24,9 @@ from modeling_tnn import (
     TnnForTimeSeriesPrediction,
     numerics,
 )
-from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.compile import static_cache
 from modeling_tnn.configuration_tnn import TOEPLITZ
+from modeling_tnn.tools.comparing import memory_per_sequence
 
 WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"}
 NO_LAUNCH = {"detach", "lift_fresh", "promote_types", "set_", "_unsafe_view", "empty", "empty_like", "empty_strided",

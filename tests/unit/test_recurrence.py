@@ -8,9 +8,10 @@ import torch
 from helpers.models import relative_error, seeded, slow, tiny_config
 from helpers.operators import advance
 from modeling_tnn import TnnForCausalLM, numerics, recurrence, tno_modal, tno_rtf
-from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop
+from modeling_tnn.cache_tnn import TnnCacheLayer, max_crop
 from modeling_tnn.history import SLACK, HistoryBuffer
 from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tools.comparing import bytes_per_sequence
 
 # Operators that need different ways to decode.
 KINDS = {

@@ -19,7 +19,8 @@ from suites.peers import ATTENTION, FIELDS, attention_fields
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
 from modeling_tnn import TnnConfig, TnnForCausalLM, to_column_major
-from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
+from modeling_tnn.cache_tnn import CACHE
+from modeling_tnn.tools.comparing import memory_per_sequence
 from tnn_programs.benchmarks.measure import clock, markdown
 from tnn_programs.benchmarks.measure import ratio as measured_ratio
 from tnn_programs.benchmarks.models import layer_bytes
