@@ -189,7 +189,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
         configuration declares are compared with the weights before memory is allocated (`CheckpointMismatchError`).
         What the model gives is compared with what it gave when it was saved (`SelfCheckError`), see `self_check.py`,
-        unless `self_check=False`.
+        unless `self_check=False`: that of a large model at its first pass in evaluation.
         """
         use_safetensors = use_safetensors is not False
         if use_safetensors:

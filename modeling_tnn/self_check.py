@@ -19,9 +19,14 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import cached_file, logging
 
+from .numerics import must_be_eager
+
 logger = logging.get_logger(__name__)
 
 FILE, SWITCH = "self_check.json", "TNN_SELF_CHECK"
+# Parameters of the largest model that is checked when it is loaded, in less than a second: 190 million take 0.7 (rpe)
+# to 1.0 (rtf) seconds of one core. A larger one is checked at its first pass in evaluation.
+AT_LOAD = 2**27
 # Relative differences that are a warning, and an error. Where loading has rounded the weights they count in units of
 # the dtype's precision, and `OF_HEAD` times more for the few numbers that a head gives (measured: up to 1.4, and 37).
 EXACT, ROUNDED, OF_HEAD = (1e-9, 1e-7), (10, 60), 10
@@ -64,14 +69,19 @@ def summaries(model_class: type, config, find: Callable[[str], torch.Tensor], le
     config.tno_implementation = config.tno_implementation.replace("triton", "auto")
     with torch.device("meta"):
         model = model_class(config).eval()
-    body, found = model.base_model, {}
+    body, found, wide = model.base_model, {}, {}
     prefix = "" if body is model else f"{model.base_model_prefix}."
+
+    def widen(name, tensor):
+        if not tensor.is_floating_point():
+            return tensor
+        # Layers share the tensors of these names and shapes: new memory takes ten times as long as the copy.
+        return wide.setdefault((name, tensor.shape), torch.empty_like(tensor, dtype=torch.double)).copy_(tensor)
 
     def fill(module, prefix, left_out=()):
         names = [name for name in module.state_dict() if not name.startswith(left_out)]
-        tensors = ((name, find(prefix + name)) for name in names)
-        wide = {name: one.double() if one.is_floating_point() else one for name, one in tensors}
-        module.load_state_dict(wide, strict=False, assign=True)
+        tensors = {name: widen(f"{module is body}{name}", find(prefix + name)) for name in names}
+        module.load_state_dict(tensors, strict=False, assign=True)
 
     def enter(layer, inputs, name):
         found.setdefault("embeddings", summarize(inputs[0]))
@@ -79,7 +89,6 @@ def summaries(model_class: type, config, find: Callable[[str], torch.Tensor], le
 
     def leave(layer, inputs, output, name):
         found[name] = summarize(output)
-        layer.to("meta")
 
     for index, layer in enumerate(body.layers):
         layer.register_forward_pre_hook(partial(enter, name=f"layers.{index}"))
@@ -111,28 +120,72 @@ def summaries_of_head(model, states: torch.Tensor, length: int) -> dict:
 
 
 def check_loaded(model, source, options: dict):
-    """Check a model that `from_pretrained(source, **options)` has loaded, unless its folder has no summaries.
-
-    What keeps it from being checked is a warning.
-    """
+    """Check a model that `from_pretrained(source, **options)` has loaded, unless its folder has no summaries."""
     where = {name: options[name] for name in LOCATION if options.get(name)}
     kept = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
     if source is None or os.environ.get(SWITCH) == "0" or (path := cached_file(source, FILE, **kept, **where)) is None:
         return
+
+    def read():
+        fields = type(model.config).from_pretrained(source, **where).to_dict()
+        fields |= dict.fromkeys((name for name in OTHER_WEIGHTS if options.get(name) not in (None, False)), ...)
+        return json.loads(Path(path).read_bytes()), fields, None
+
+    check(model, source, read)
+
+
+def check(model, source, read: Callable[[], tuple]):
+    """Compare a model with the summaries in its folder, at its first pass if it is large, unless it is another now.
+
+    `read` gives the summaries, the fields of the folder's configuration, and at the first pass the `fingerprints` at
+    loading. What keeps a model from being checked is a warning.
+    """
     try:
-        mine, folder = model.config.to_dict(), type(model.config).from_pretrained(source, **where).to_dict()
-        names = folder.keys() - PreTrainedConfig().to_dict().keys() - NEUTRAL
-        chosen = sorted(name for name in names if mine.get(name) != folder[name])
-        chosen += [name for name in OTHER_WEIGHTS if options.get(name) not in (None, False)]
+        saved, fields, loaded = read()
+        mine, names = model.config.to_dict(), fields.keys() - PreTrainedConfig().to_dict().keys() - NEUTRAL
+        chosen = sorted(name for name in names if mine.get(name) != fields[name])
         plain = all(type(one) is torch.nn.Parameter and not one.is_meta for one in model.parameters())
-        if chosen or not plain or getattr(model, "hf_quantizer", None) is not None:
-            reason = f"the caller has chosen {', '.join(chosen)}" if chosen else "weights are quantized or elsewhere"
-            return logger.warning("%s was not checked: %s", source, reason)
-        compare(model, source, json.loads(Path(path).read_text(encoding="utf-8")))
+        if chosen:
+            reason = f"the caller has chosen {', '.join(chosen)}"
+        elif not plain or getattr(model, "hf_quantizer", None) is not None:
+            reason = "weights are quantized or elsewhere"
+        elif loaded is not None and loaded != fingerprints(model):
+            reason = "its weights have changed since it was loaded"
+        elif loaded is None and model.num_parameters() > AT_LOAD:
+            read = partial(tuple, (saved, fields, fingerprints(model)))  # unlike a closure it can be pickled
+            return model.register_forward_pre_hook(partial(check_first_pass, source=source, read=read))
+        else:
+            return compare(model, source, saved)
+        logger.warning("%s was not checked: %s", source, reason)
     except SelfCheckError:
         raise
     except Exception as error:  # a file of another form, or a user's class
         logger.warning("%s was not checked: %r", source, error)
+
+
+def fingerprints(model) -> dict[str, tuple[int, int]]:
+    """How often each tensor was changed in place, and the sum of its bits: both are the same on another device."""
+    whole, found = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}, {}
+    for name, one in model.state_dict().items():
+        dtype, changes = whole[one.element_size()], 0 if one.is_inference() else one._version
+        found[name] = changes, one.view(dtype).sum(dtype=dtype).item()
+    return found
+
+
+def check_first_pass(model, _, source, read):
+    """Check a model before its first pass in evaluation: a forward pre-hook that removes itself unless it raises.
+
+    It waits while a graph is recorded or captured. The files are checked, not weights that training, casts, adapters,
+    quantizers or others have changed since, in place or not. A model that was moved or deep-copied is checked.
+    """
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if model.training or must_be_eager() or captured:
+        return
+    if os.environ.get(SWITCH) != "0":
+        check(model, source, read)
+    hooks = model._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is check_first_pass]:
+        del hooks[key]
 
 
 def compare(model, source, saved: dict):

@@ -164,7 +164,7 @@ def write_check(model, folder: str | os.PathLike):
             sizes = {name: math.prod(file.get_slice(name).get_shape()) for name, file in places.items()}
             if (size := sum(sizes.values())) > LARGEST:
                 raise ValueError(f"the model has more than {LARGEST:,} parameters")
-            length = max(16, min(256, 2**31 // size, model.config.max_position_embeddings))
+            length = max(16, min(256, 2**30 // size // 16 * 16, model.config.max_position_embeddings))
             find = {name: partial(file.get_tensor, name) for name, file in places.items()}
             dtype = str(find[max(sizes, key=sizes.get)]().dtype).removeprefix("torch.")
             saved = {"class": type(model).__name__, "dtype": dtype, "length": length}

@@ -1,6 +1,8 @@
 """A folder proves itself when it is loaded: faults of weights, configuration and code are named, and nothing else."""
 
+import copy
 import json
+import pickle
 import re
 import shutil
 
@@ -125,8 +127,14 @@ def test_faults_are_named(fault, saved, tmp_path, monkeypatch):
         with pytest.raises(SelfCheckError, match=re.escape(f"`{part}` differs first")):
             AutoModelForSequenceClassification.from_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder, self_check=False)
+    monkeypatch.setattr(self_check, "AT_LOAD", 1000)  # the model is large now, and checked at its passes
+    model, tokens = AutoModelForCausalLM.from_pretrained(folder), torch.arange(9)[None]
+    for run in (model, model.generate):
+        with pytest.raises(SelfCheckError, match=re.escape(f"`{part}` differs first")):
+            run(tokens)
     monkeypatch.setenv(SWITCH, "0")
     AutoModel.from_pretrained(folder)
+    assert model(tokens) and not model._forward_pre_hooks
 
 
 @pytest.fixture
@@ -217,3 +225,29 @@ def test_what_is_saved_is_what_is_checked(tmp_path, monkeypatch, caplog):
     assert "has no self-check: the model has more than 1,000 parameters" in caplog.text
     assert not (tmp_path / FILE).exists()
     TnnForCausalLM.from_pretrained(tmp_path)
+
+
+CHANGES = {
+    "in place": lambda model: model.lm_head.weight.requires_grad_(False).copy_(model.lm_head.weight.flip(0)),
+    "unseen": lambda model: model.lm_head.weight.data[3].zero_(),
+    "cast": TnnForCausalLM.bfloat16,
+    "added": lambda model: model.register_parameter("extra", torch.nn.Parameter(torch.ones(1))),
+}
+
+
+@pytest.mark.parametrize("use", ["as it is", "copied", *CHANGES])
+def test_large_models_are_checked_at_the_first_pass(use, saved, tmp_path, checks, caplog, monkeypatch):
+    """In evaluation, once, unless their weights were changed."""
+    monkeypatch.setattr(self_check, "AT_LOAD", 1000)
+    model, tokens = TnnForCausalLM.from_pretrained(saved), torch.arange(9)[None]
+    model.train()(tokens)
+    torch.compile(model.eval(), backend="eager", fullgraph=True)(tokens, use_cache=False)
+    torch.export.export(model, (tokens,), {"use_cache": False})
+    model.save_pretrained(tmp_path)
+    assert pickle.dumps(model) and checks() == 0 and len(model._forward_pre_hooks) == 1
+    model = copy.deepcopy(model) if use == "copied" else model
+    CHANGES.get(use, id)(model)
+    assert model(tokens) and model(tokens) and not model._forward_pre_hooks
+    assert caplog.text.count("not checked: its weights have changed since it was loaded") == (use in CHANGES)
+    caplog.clear()
+    assert checks() == (use not in CHANGES)
