@@ -84,6 +84,11 @@ class Places(threading.local):
 PLACES: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
 
 
+def places_of(module: nn.Module) -> Places:
+    """The places of an operator, or of a model."""
+    return PLACES.get(module) or PLACES.setdefault(module, Places())
+
+
 @dataclass(eq=False)
 class FixedState(DecodingState):
     """A state in tensors whose shapes and addresses stay the same from token to token."""
@@ -124,7 +129,7 @@ class FixedState(DecodingState):
         `max_cache_len` is the number of tokens of the whole sequence, which bounds the places for a long kernel.
         """
         like, form = self.history.buffer[..., :1], form_of(self.recurrence)
-        places = PLACES.get(operator) or PLACES.setdefault(operator, Places())
+        places = places_of(operator)
         places.give(self)
         computed = form.constants(self.recurrence, like)
         if self.computed is None or any(new is not old for new, old in zip(computed, self.computed, strict=True)):
@@ -170,6 +175,7 @@ class FixedState(DecodingState):
     def leave(self):
         """Take the state out of its places, which another one gets."""
         self.cursor = self.constants = self.computed = None
+        self.tensors.pop("recent", None)
         self.select(torch.clone)
 
     def _pin(self, places: Places):

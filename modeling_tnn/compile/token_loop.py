@@ -28,7 +28,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..cache_tnn import cache_argument, cache_of, is_toeplitz
 from ..configuration_tnn import TOEPLITZ
 from . import static_cache
-from .static_cache import FIXED_BASE, PLACES, Places
+from .static_cache import FIXED_BASE, PLACES, places_of
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 LAUNCHES = (1, 2, 4, 8, 16)
@@ -109,6 +109,7 @@ class TokenLoop:
 
     def __init__(self, model, past: Cache, processors, criteria, config, streamer):
         self.model, self.past, self.config, self.streamer = model, past, config, streamer
+        self.draws = config.do_sample
         self.given, self.processors = processors, [as_function(one) for one in processors]
         self.ends = [one for one in criteria if type(one) is EosTokenCriteria]
         known = (EosTokenCriteria, MaxLengthCriteria)
@@ -118,7 +119,7 @@ class TokenLoop:
         self.pad = config._pad_token_tensor.to(model.device) if pads else None
         # Rows that other criteria have ended get pad tokens, which states that are returned must have read.
         self.most = 1 if self.criteria and config.return_dict_in_generate else FIXED_BASE
-        self.places = PLACES.get(model) or PLACES.setdefault(model, Places())
+        self.places = places_of(model)
         self.table = None
 
     def begin(self, prompt: torch.Tensor, logits: torch.Tensor, mask: torch.Tensor | None):
@@ -175,7 +176,7 @@ class TokenLoop:
             graphs.clear()
             graphs["read"] = read
         held = (*active, *self.ends)  # with tensors that the graph reads
-        key = count, self.config.do_sample, None if self.pad is None else int(self.pad), *map(settings, held)
+        key = count, self.draws, None if self.pad is None else int(self.pad), *map(settings, held)
         if key not in graphs:
             graphs[key] = record(write, [*self.places.tensors.values(), *self.counts]), held, self.pad
         graphs[key][0]()
@@ -189,17 +190,20 @@ class TokenLoop:
             if self.table is not None:  # None with attention alone
                 self.cursors.copy_(self.table[i])
             outputs = forward(self.model, input_ids=self.token, **given, **cache_argument(self.past))
-            self.store(self.choose(processors, self.ids, outputs.logits[:, -1]), i)
+            self.take(processors, outputs.logits[:, -1], i)
             if self.positions is not None:
                 self.positions.add_(1)
             for mask in self.masks.values() if i + 1 < count else ():
                 mask.index_fill_(-1, self.counts[0].view(1), 1 if mask.dtype == torch.bool else 0)
 
+    def take(self, processors, logits: torch.Tensor, step: int):
+        """Make the tokens for `logits` `(B, V)` the newest ones."""
+        self.store(self.choose(processors, self.ids, logits), step)
+
     def choose(self, processors, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The next tokens `(B,)` by their logits `(B, V)`, as transformers' `_sample` chooses them."""
         scores = processors(ids, logits.to(copy=True, dtype=torch.float32))
-        draws = self.config.do_sample
-        tokens = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if draws else scores.argmax(-1)
+        tokens = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self.draws else scores.argmax(-1)
         return tokens if self.pad is None else torch.where(self.goes_on, tokens, self.pad)
 
     def store(self, tokens: torch.Tensor, step: int):

@@ -8,6 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache_tnn import cache_of
 from ..compile.token_loop import MODES
 from .logprobs import Scored, score
+from .sampling import sampling_of
 
 
 class Request:
@@ -36,6 +37,7 @@ class Request:
         self._do_sample, self._streamer = config.do_sample, streamer
         self._generator = torch.Generator(prompt.device)
         self._generator.seed() if seed is None else self._generator.manual_seed(seed)
+        self.sampling, self._noise = sampling_of(self._processors, self._do_sample), []
         self.tokens: list[int] = []
         self.reason: str | None = None
         self.error: Exception | None = None
@@ -63,17 +65,25 @@ class Request:
         """The mask of `ids`, `(L,)`, False at padding of the prompt."""
         return self._mask[: self.length]
 
-    def choose(self, logits: torch.Tensor, likeliest: int) -> int:
-        """The next token for `logits` `(1, V)` in float32, whose largest is `likeliest`. The logits may be changed."""
+    def fill_noise(self, noise: torch.Tensor):
+        """Write exponential random numbers for the next tokens into `(K, V)`: the same until a token is added."""
+        while len(self._noise) < len(noise):
+            self._noise.append(torch.empty_like(noise[0]).exponential_(generator=self._generator))
+        torch.stack(self._noise[: len(noise)], out=noise)
+
+    def choose(self, logits: torch.Tensor | None, token: int) -> int:
+        """The next token: `token`, or that of processors for `logits` `(1, V)` in float32, which may be changed."""
         raw = logits if self.likeliest is None else logits.clone()
-        if self._processors or self._do_sample:
+        if self.sampling is None:
             scores = self._processors(self.ids, logits)
             draw = self._do_sample
             chosen = torch.multinomial(scores.softmax(-1), 1, generator=self._generator) if draw else scores.argmax(-1)
-            likeliest = int(chosen)
+            token = int(chosen)
+        elif token < 0:
+            raise RuntimeError("The probabilities of the next token are not finite")
         if self.likeliest is not None:
-            self.logprobs += score(raw, [likeliest], self.likeliest)
-        return likeliest
+            self.logprobs += score(raw, [token], self.likeliest)
+        return token
 
     def note_prompt(self, logits: torch.Tensor, first: int):
         """Note the tokens after those with `logits` `(L, V)`, of which the first is at `first`, below 0 in padding."""
@@ -85,6 +95,7 @@ class Request:
         """Append a token, give it to the streamer, and end the text where a criterion says so."""
         self._ids[0, self.length] = token
         self.tokens.append(token)
+        self._noise = self._noise[1:]
         if self._streamer is not None:
             self._streamer.put(torch.tensor([token]))
         if bool(self._criteria(self.ids, None).all()):

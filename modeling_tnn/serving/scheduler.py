@@ -20,12 +20,16 @@ from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicCache
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
+from ..compile.token_loop import PLACE_BLOCK, check_loop, uses_graphs
 from ..configuration_tnn import has_attention
 from ..tools.comparing import memory_per_sequence
+from .launches import RowLoop, move_rows
 from .request import Request, prepare
 from .rows import bytes_of_text, drop_padding, insert_rows
+from .sampling import Draw
 from .states import has_movable_rows
 
 logger = logging.getLogger(__name__)
@@ -51,12 +55,16 @@ class BatchScheduler:
         memory_limit: the most bytes of their decoding states; None for no limit. A pass over prompts needs more.
         prefill_tokens: the most tokens of prompts in a step, padding included. With fewer, others wait less for them.
         max_waiting: the most texts of a client that wait for a place when none is free; None for no limit.
+        tokens_per_launch: the most tokens of each text in a step: 1, 2, 4, 8 or 16. On CUDA they are one graph, of
+            `max_batch_size` rows. It is 1 while a text is written that asks for log probabilities, or for a processor
+            other than temperature, `top_k` and `top_p`.
 
     Attributes:
         state_bytes: the bytes of the decoding states that were held after the latest step.
 
     Raises:
-        ValueError: the model is bidirectional, or has an operator whose states cannot be put into rows.
+        ValueError: the model is bidirectional, has an operator whose states cannot be put into rows, or a sliding
+            window with several tokens in a step.
 
     Example:
         >>> scheduler = BatchScheduler(model, memory_limit=2**30)
@@ -72,6 +80,7 @@ class BatchScheduler:
         memory_limit: int | None = None,
         prefill_tokens: int = 2048,
         max_waiting: int | None = None,
+        tokens_per_launch: int = 1,
     ):
         given = {"max_batch_size": max_batch_size, "prefill_tokens": prefill_tokens}
         given |= {"memory_limit": memory_limit or 1, "max_waiting": max_waiting or 1}
@@ -84,10 +93,16 @@ class BatchScheduler:
                 raise ValueError(f"`model` must have shift-invariant operators known to `states.put`, got {operator}")
         self.max_batch_size, self.memory_limit = max_batch_size, memory_limit
         self.prefill_tokens, self.max_waiting = prefill_tokens, max_waiting
+        if tokens_per_launch != 1:
+            if any(next(layer.parameters()).is_meta for layer in self._decoder.layers):
+                raise ValueError("`model` must not be offloaded for several tokens at once")
+            check_loop(model, StaticCache(model.config, max_cache_len=1), (), GenerationConfig(), tokens_per_launch)
+        self.tokens_per_launch = tokens_per_launch
+        self._fixed_rows = max_batch_size if tokens_per_launch > 1 and uses_graphs(model.device) else 0
         self._needs_mask = has_attention(model.config) or model.config.position_embedding == "sinusoidal"
         self._lock = threading.RLock()  # `end` of a streamer may submit the next text
         self._waiting: deque[Request] = deque()
-        self._reading, self._writing = Batch(), Batch()
+        self._reading, self._writing = Batch(model), Batch(model)
         self.state_bytes = 0
 
     def submit(
@@ -161,7 +176,7 @@ class BatchScheduler:
         return [list(self.stream(request)) for request in requests]
 
     def step(self) -> bool:
-        """Read a chunk of prompts, write one token of each running text; whether there is more to do."""
+        """Read a chunk of prompts, write the next tokens of each running text; whether there is more to do."""
         with torch.no_grad():
             with self._lock:
                 for request in [*self._waiting, *self._active()]:
@@ -171,7 +186,7 @@ class BatchScheduler:
             self._begin_reading()
             if self._writing.running():
                 self._advance(self._writing)
-            self._writing.remove_ended(ENDED_SHARE)
+            self._writing.remove_ended(2 if self._fixed_rows else ENDED_SHARE)
             if self._reading.requests:
                 self._advance(self._reading)
         batches = (self._reading, self._writing)
@@ -189,7 +204,7 @@ class BatchScheduler:
             for request in [*self._waiting, *self._active()]:
                 request.end(reason, error)
             self._waiting.clear()
-        self._reading, self._writing = Batch(), Batch()
+        self._reading, self._writing = Batch(self.model), Batch(self.model)
 
     @property
     def has_work(self) -> bool:
@@ -213,8 +228,8 @@ class BatchScheduler:
         """Whether the states of these texts, in this number of rows or more, may exceed the limit."""
         if self.memory_limit is None:
             return False
-        longest = max(request.max_length for request in requests)  # all rows have its length
-        return max(rows, len(requests)) * bytes_of_text(self._decoder, longest) > self.memory_limit
+        longest = places_for(requests, self.tokens_per_launch)
+        return max(rows, len(requests), self._fixed_rows) * bytes_of_text(self._decoder, longest) > self.memory_limit
 
     def _begin_reading(self):
         """Let as many texts as have room read their prompts; next is the oldest of the client with the fewest."""
@@ -232,7 +247,7 @@ class BatchScheduler:
                     break
                 else:
                     self._waiting.appendleft(self._writing.send_back(held.most_common(1)[0][0]))
-            self._reading = Batch(chosen)
+            self._reading = Batch(self.model, chosen)
 
     def _has_room(self, chosen: list[Request]) -> bool:
         """Whether these texts can be read together, and written with those that are."""
@@ -246,9 +261,15 @@ class BatchScheduler:
     def _advance(self, batch: "Batch"):
         """Take one pass over a batch. Texts whose tokens have been read then get the next one."""
         try:
-            logits = batch.read(self.model, self.prefill_tokens, self._needs_mask or batch is self._reading)
+            simple = all(one.sampling and one.likeliest is None for one in batch.running())
+            if simple and batch is self._writing and self.tokens_per_launch > 1:
+                for tokens in batch.launch(self.tokens_per_launch, self._needs_mask, self._fixed_rows):
+                    add_tokens(batch.requests, tokens)
+                return
+            logits = batch.read(self.prefill_tokens, self._needs_mask or batch is self._reading)
             if logits is not None:
-                add_tokens(batch.requests, logits)
+                draw = Draw(batch.requests, 1, logits.shape[1], logits.device)
+                add_tokens(batch.requests, draw.choose(logits, 0).tolist(), logits)
                 if batch is self._reading:
                     self._put_into_rows()
         except Exception as error:
@@ -278,8 +299,9 @@ class BatchScheduler:
 class Batch:
     """Texts in the rows of one cache, left-padded. Ended ones stay until their rows are taken or removed."""
 
-    def __init__(self, requests: Iterable[Request] = ()):
-        self.requests, self.cache = [*requests], DynamicCache()
+    def __init__(self, model, requests: Iterable[Request] = ()):
+        self.model, self.requests = model, [*requests]
+        self.cache: Cache = DynamicCache()  # a static one after a launch
         self._longest = max((request.length for request in self.requests), default=0)  # of the prompts that are read
 
     def clear(self):
@@ -288,30 +310,50 @@ class Batch:
     def running(self) -> list[Request]:
         return [request for request in self.requests if not request.is_done]
 
-    def read(self, model, most: int, masked: bool) -> torch.Tensor | None:
+    def read(self, most: int, masked: bool) -> torch.Tensor | None:
         """Read the next tokens of all texts, at most `most` in all but one of each, with their mask if `masked`.
 
         Return a copy of the logits after the last token of each, `(B, V)` in float32, or None if it was not read.
         """
-        past = int(self.cache.get_seq_length())
+        past = int(self.movable().get_seq_length())
         unread = max(1, self._longest - past)  # of a text that is written: its newest token
         noted = [row for row, one in enumerate(self.requests) if one.prompt_logprobs is not None]
         noted = noted if past < self._longest else []
-        most = min(most, MOST_LOGITS // model.config.vocab_size) if noted else most
+        most = min(most, MOST_LOGITS // self.model.config.vocab_size) if noted else most
         count = max(1, min(unread, most // len(self.requests)))
         ids = left_padded([one.ids[0, -unread:] for one in self.requests], unread)[:, :count]
         mask = left_padded([one.mask for one in self.requests], past + unread)[:, : past + count] if masked else None
         keep = count if noted else 1
-        outputs = model(ids, attention_mask=mask, cache=self.cache, use_cache=True, logits_to_keep=keep)
+        outputs = self.model(ids, attention_mask=mask, cache=self.cache, use_cache=True, logits_to_keep=keep)
         for row in noted:
             self.requests[row].note_prompt(outputs.logits[row], past - self._longest + self.requests[row].length)
         return outputs.logits[:, -1].to(torch.float32, copy=True) if count == unread else None
+
+    def movable(self) -> Cache:
+        """The cache, whose rows can be moved: a dynamic one."""
+        if self.cache.is_compileable:
+            self.cache = move_rows(self.model, self.cache, DynamicCache(config=self.model.config))
+        return self.cache
+
+    def launch(self, most: int, masked: bool, rows: int) -> list[list[int]]:
+        """The next tokens of all texts, at most `most` of each, in at least this number of rows."""
+        past = int(self.cache.get_seq_length())
+        if not self.cache.is_compileable or past + most > self.cache.layers[0].max_cache_len:
+            self._drop_padding()
+            added = max(0, rows - len(self.requests))
+            chosen = torch.tensor([*range(len(self.requests))] + [0] * added, device=self.model.device)
+            self.movable().batch_select_indices(chosen)
+            self.requests += [ended(self.requests[0])] * added
+            static = StaticCache(self.model.config, places_for(self.running(), most))
+            self.cache, past = move_rows(self.model, self.cache, static), int(self.cache.get_seq_length())
+        mask = left_padded([one.mask for one in self.requests], past + 1) if masked else None
+        return RowLoop(self.model, self.cache, self.requests, mask, most).tokens
 
     def put(self, new: "Batch"):
         """Take the texts of another batch into the rows of those that have ended, then into new rows."""
         rows = [row for row, request in enumerate(self.requests) if request.is_done][: len(new.requests)]
         rows += range(len(self.requests), len(self.requests) + len(new.requests) - len(rows))
-        insert_rows(self.cache, new.cache, rows)
+        insert_rows(self.movable(), new.cache, rows)
         for row, request in zip(rows, new.requests, strict=True):
             self.requests[row : row + 1] = [request]
             request.is_suspect = False
@@ -321,9 +363,7 @@ class Batch:
     def send_back(self, client: Hashable) -> Request:
         """Take out the shortest text of a client; its row runs on as that of one that has ended."""
         request = min((one for one in self.running() if one.client == client), key=lambda one: one.length)
-        ended = copy.copy(request)
-        ended.reason, ended.tokens = "cancelled", [*request.tokens]
-        self.requests[self.requests.index(request)] = ended
+        self.requests[self.requests.index(request)] = ended(request)
         return request
 
     def remove_ended(self, share: float = 0):
@@ -332,14 +372,14 @@ class Batch:
         if not rows:
             self.clear()
         elif len(self.requests) - len(rows) >= max(1, share * len(self.requests)):
-            self.cache.batch_select_indices(torch.tensor(rows, device=self.requests[0].ids.device))
+            self.movable().batch_select_indices(torch.tensor(rows, device=self.requests[0].ids.device))
             self.requests = self.running()
             self._drop_padding()
 
     def _drop_padding(self):
         """Drop the padding that all texts have."""
         longest = max(request.length for request in self.running()) - 1  # the newest token has not been read
-        drop_padding(self.cache, int(self.cache.get_seq_length()) - longest)
+        drop_padding(self.movable(), int(self.cache.get_seq_length()) - longest)
 
 
 def left_padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
@@ -347,12 +387,24 @@ def left_padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
     return torch.stack([row if len(row) == length else pad(row, (length - len(row), 0)) for row in rows])
 
 
-def add_tokens(requests: list[Request], logits: torch.Tensor):
-    """Choose the next token of each text. An error of its processors, criteria or streamer ends the text alone."""
-    likeliest = logits.argmax(-1).tolist()
+def ended(request: Request) -> Request:
+    """A copy of a text that has ended."""
+    one = copy.copy(request)
+    one.reason, one.tokens = "cancelled", [*request.tokens]
+    return one
+
+
+def places_for(requests: list[Request], most: int) -> int:
+    """The number of tokens of a row in which these texts are written, at most `most` in a launch."""
+    longest = max(request.max_length for request in requests)  # all rows have its length
+    return longest if most == 1 else -(-(longest + most) // PLACE_BLOCK) * PLACE_BLOCK  # they run on behind their ends
+
+
+def add_tokens(requests: list[Request], tokens: list[int], logits: torch.Tensor | None = None):
+    """Add the next token of each text. An error of its processors, criteria or streamer ends the text alone."""
     for row, request in enumerate(requests):
         if not request.is_done:
             try:
-                request.add(request.choose(logits[row : row + 1], likeliest[row]))
+                request.add(request.choose(None if logits is None else logits[row : row + 1], tokens[row]))
             except Exception as error:
                 request.end("error", error)

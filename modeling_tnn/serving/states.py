@@ -8,6 +8,7 @@ from functools import singledispatch
 import torch
 from torch.nn.functional import pad
 
+from ..compile.static_cache import FIXED_BASE
 from ..history import SLACK, HistoryBuffer, slots_after, write_rows
 from ..numerics import compute_dtype, float64_or_widest
 from ..recurrence import Counters, DecodingState, FilterRecurrence, Recurrence
@@ -91,8 +92,8 @@ def _(recurrence: CompanionRecurrence, state: DecodingState):
 
 @bytes_per_channel.register
 def _(recurrence: FilterRecurrence, tokens: int, dtype: torch.dtype) -> int:
-    blocks = 2 if recurrence.looks_ahead else 1
-    held = slots_after(None if recurrence.taps is None else recurrence.taps - 1, tokens) + blocks * recurrence.horizon
+    blocks = (2 if recurrence.looks_ahead else 1) * recurrence.horizon + FIXED_BASE  # a tile of fixed steps
+    held = slots_after(None if recurrence.taps is None else recurrence.taps - 1, tokens) + blocks
     return held * compute_dtype(dtype).itemsize
 
 
@@ -103,8 +104,8 @@ def _(recurrence: LateRecurrence, tokens: int, dtype: torch.dtype) -> int:
 
 @bytes_per_channel.register
 def _(recurrence: ModalRecurrence, tokens: int, dtype: torch.dtype) -> int:
-    horizon = recurrence.horizon
-    numbers = slots_after(recurrence.window + horizon, tokens) + horizon + 2 * recurrence.operator.num_modes
+    horizon, numbers = recurrence.horizon, 2 * recurrence.operator.num_modes + FIXED_BASE
+    numbers += slots_after(recurrence.window + horizon, tokens) + horizon
     return numbers * compute_dtype(dtype).itemsize
 
 

@@ -40,6 +40,7 @@ class ApiArguments(ServerArguments):
     max_waiting: int = option(256, "Most texts of a client that wait for a place; a request for more gets status 429.")
     memory_limit: int | None = option(None, "Most bytes of decoding states of all texts together.")
     prefill_tokens: int = option(2048, "Most tokens of prompts that are read between two tokens of the other texts.")
+    tokens_per_launch: int = option(1, "Most tokens of a text in a step: 1, 2, 4, 8 or 16; on a GPU one CUDA graph.")
     max_prompt_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
     max_body_bytes: int = option(2**20, "Most bytes of the body of a request; one with more gets status 413.")
     max_seconds: int = option(600, "Most seconds until a request is answered; one that takes more gets status 504.")

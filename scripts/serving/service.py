@@ -57,7 +57,7 @@ class Service:
     def __init__(self, args: ApiArguments):
         self.model, self.tokenizer = load_served(args.model_name_or_path, args.dtype, args.device)
         self.args, self.name = args, name_of(args.model_name_or_path)
-        limits = ("max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
+        limits = ("max_batch_size", "max_waiting", "memory_limit", "prefill_tokens", "tokens_per_launch")
         self.engine = Engine(self.model, **{name: getattr(args, name) for name in limits})
         self.metrics = Metrics(self.engine.scheduler)
         self.text_of = functools.lru_cache(2**16)(functools.partial(spell, self.tokenizer))

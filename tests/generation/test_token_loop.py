@@ -10,13 +10,15 @@ from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers.caches import generate, model_of, text_of
+from helpers.caches import Puts, generate, model_of, text_of
 from helpers.models import slow
 from helpers.scripts import SENTENCES
 from modeling_tnn import inputs
 from modeling_tnn.compile import token_loop
 from modeling_tnn.compile.token_loop import write_tokens
 from modeling_tnn.data.text import train_tokenizer
+from modeling_tnn.serving import launches, scheduler
+from modeling_tnn.serving.scheduler import BatchScheduler
 
 NAMES = ("rtf", "hybrid", "modal", "sinusoidal", "multihyena-s4d")
 LOOP = {"cache_implementation": "static", "custom_generate": write_tokens}
@@ -62,7 +64,8 @@ def recordings(monkeypatch):
 
     monkeypatch.setattr(inputs, "can_be_read", lambda ids: False)
     monkeypatch.setattr(token_loop, "record", record)
-    monkeypatch.setattr(token_loop, "uses_graphs", lambda device: True)
+    for module in (token_loop, launches, scheduler):
+        monkeypatch.setattr(module, "uses_graphs", lambda device: True)
     monkeypatch.setattr(token_loop, "forward_of", lambda model_class, is_compiled: model_class.__call__)
     return made
 
@@ -79,6 +82,27 @@ def test_recorded_launches_are_run_again(name, recordings):
     assert counts[0] == 2 and (name == "hybrid" or counts[1] == 2)  # 16, 16 and 4 tokens after the first
 
 
+@pytest.mark.parametrize("name", ["hybrid", *slow(*NAMES[2:], "rpe-no-decay", "rtf")])
+def test_launches_of_many_texts_are_run_again(name, recordings):
+    """In rows of which some are empty, whoever comes, ends and draws; with attention once for each length of cache."""
+    model, counts = model_of(name), []
+    writer = BatchScheduler(model, max_batch_size=3, tokens_per_launch=4)
+    for round in range(3):
+        options = [{"do_sample": False}, SAMPLED | {"repetition_penalty": 1.0, "temperature": 0.5 + round}]
+        texts = [(text_of(5 + 30 * seed, 1), 3 + 5 * seed, options[seed % 2]) for seed in range(5)]
+        requests = []
+        for seed, (prompt, new, given) in enumerate(texts):
+            requests.append(writer.submit(prompt, seed, max_new_tokens=new, **given))
+            writer.step()
+        writer.run()
+        for seed, ((prompt, new, given), request) in enumerate(zip(texts, requests, strict=True)):
+            torch.manual_seed(seed)
+            expected = model.generate(prompt, max_new_tokens=new, **given)[0, prompt.shape[1] :].tolist()
+            assert request.tokens == expected and request.error is None
+        counts.append(len(recordings))
+    assert counts[0] == counts[2] <= 6, counts  # 1, 2 and 4 tokens, with rows that draw and without
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rpe", "rtf", "hybrid"])
 def test_compiled_steps_are_one_graph(name, monkeypatch):
@@ -91,14 +115,6 @@ def test_compiled_steps_are_one_graph(name, monkeypatch):
         with torch._dynamo.config.patch(error_on_recompile=name != "hybrid"):
             assert torch.equal(generate(model, text_of(length), 40, **LOOP), expected)
     torch._dynamo.reset()
-
-
-class Puts(list):
-    def put(self, value):
-        self.append(value.tolist())
-
-    def end(self):
-        self.append("end")
 
 
 class Every:

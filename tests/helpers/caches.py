@@ -21,6 +21,7 @@ from helpers.models import lively_language_model, relative_error, slow
 from modeling_tnn.cache_tnn import max_crop
 from modeling_tnn.compile.token_loop import write_tokens
 from modeling_tnn.inputs import pool_tokens
+from modeling_tnn.serving.scheduler import BatchScheduler
 from modeling_tnn.tools.comparing import memory_per_sequence, state_bytes
 from modeling_tnn.tools.embedding import embed_texts
 
@@ -58,6 +59,16 @@ def model_of(name, **fields):
 
 def text_of(length, rows=2):
     return torch.randint(2, 99, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+class Puts(list):
+    """A streamer that notes what it gets."""
+
+    def put(self, value):
+        self.append(value.tolist())
+
+    def end(self):
+        self.append("end")
 
 
 def states_of(cache):
@@ -161,6 +172,32 @@ class CacheTests:
             options["eos_token_id"] = int(free[0, 12 + 20])
             expected = generate(model, text_of(12), 43, **options)
             assert torch.equal(generate(model, text_of(12), 43, tokens_per_launch=count, **loop, **options), expected)
+
+    def test_launches_of_texts_that_come_and_go(self, model):
+        """A scheduler writes the same with 4 tokens in a step: greedy or drawn, with ends in a launch, and streams."""
+        if "sliding_attention" in (model.config.layer_types or ()):
+            with pytest.raises(ValueError, match="no layer may have a sliding window"):
+                BatchScheduler(model, tokens_per_launch=4)
+            return
+        found, steps = [], []
+        for count in (1, 4):
+            scheduler, requests, puts = BatchScheduler(model, max_batch_size=4, tokens_per_launch=count), [], []
+            for seed, (length, new) in enumerate([(5, 30), (30, 3), (1, 40), (7, 1), (90, 9), (20, 13), (3, 25)]):
+                options = {
+                    "max_new_tokens": new,
+                    "do_sample": seed % 3 > 0,
+                    "eos_token_id": [*range(10, 10 + 40 * (seed % 2))] or None,
+                    "pad_token_id": 0,
+                }
+                if options["do_sample"]:
+                    options |= {"temperature": 0.8, "top_p": 0.9, "top_k": 20 * (seed % 2)}
+                options |= {"repetition_penalty": 1.3 if seed == 5 else 1.0, "logprobs": 2 if seed == 4 else None}
+                puts.append(Puts())
+                requests.append(scheduler.submit(text_of(length, 1), seed, streamer=puts[-1], **options))
+                scheduler.step()
+            steps.append(sum(scheduler.step() for _ in range(99)))
+            found.append([(one.tokens, one.reason, len(one.logprobs)) for one in requests] + puts)
+        assert found[0] == found[1] and steps[1] < steps[0] and {one.reason for one in requests} == {"stop", "length"}
 
     def test_a_left_padded_batch_is_one_by_one(self, model):
         """In chunks too."""
