@@ -45,7 +45,8 @@ def random_texts(count, seed):
 def test_any_order_of_arrivals(name, seed):
     """Texts come between the steps of others; small batches and chunks, so that they wait, join and replace."""
     model, chance = model_of(name), random.Random(seed)
-    scheduler = BatchScheduler(model, max_batch_size=chance.choice([3, 8]), prefill_tokens=chance.choice([20, 2048]))
+    most, prefill = chance.choice([3, 8]), chance.choice([20, 2048])
+    scheduler = BatchScheduler(model, most, prefill_tokens=prefill, tokens_per_launch=[4, 1][seed % 2])
     texts, requests = random_texts(14, seed), []
     for prompt, number, options in texts:
         requests.append(scheduler.submit(prompt, seed=number, **options))
@@ -92,6 +93,31 @@ def test_streams():
         assert len(request.tokens) == len(other.tokens) == count and token == request.tokens[-1]
     assert request.tokens == alone(model, prompt_of(5, 1), **GREEDY)
     assert heard == [prompt_of(9)[0].tolist(), *([token] for token in other.tokens), "end"]
+
+
+@pytest.mark.parametrize("name", ["hybrid", *slow("rpe-no-decay")])
+def test_launches_have_room(name, caplog):
+    """Short texts go on beside the row of a long one that has ended, behind the places for its length."""
+    model, texts = model_of(name), [(prompt_of(1000), 8)] + [(prompt_of(3, seed), 60) for seed in range(1, 6)]
+    scheduler = BatchScheduler(model, tokens_per_launch=4)
+    requests = [scheduler.submit(prompt, max_new_tokens=new, do_sample=False) for prompt, new in texts]
+    scheduler.run()
+    for (prompt, new), request in zip(texts, requests, strict=True):
+        assert request.tokens == alone(model, prompt, max_new_tokens=new, do_sample=False)
+    assert "has failed" not in caplog.text
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_probabilities_that_are_not_finite(count):
+    """Such a text ends with an error, as in `generate`; a greedy one has no probabilities."""
+    model = model_of("rpe")
+    scheduler = BatchScheduler(model, tokens_per_launch=count)
+    requests = [scheduler.submit(prompt_of(4), max_new_tokens=9, do_sample=draws) for draws in (False, True)]
+    while not requests[1].tokens:
+        scheduler.step()
+    model.get_input_embeddings().weight.data.fill_(torch.nan)
+    scheduler.run()
+    assert [one.reason for one in requests] == ["length", "error"] and "not finite" in str(requests[1].error)
 
 
 def test_many_prompts_at_once():

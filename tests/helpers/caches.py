@@ -182,11 +182,11 @@ class CacheTests:
         found, steps = [], []
         for count in (1, 4):
             scheduler, requests, puts = BatchScheduler(model, max_batch_size=4, tokens_per_launch=count), [], []
-            for seed, (length, new) in enumerate([(5, 30), (30, 3), (1, 40), (7, 1), (90, 9), (20, 13), (3, 25)]):
+            for seed, (length, new) in enumerate([(5, 30), (30, 25), (1, 40), (7, 25), (90, 9), (20, 13), (3, 1)]):
                 options = {
                     "max_new_tokens": new,
                     "do_sample": seed % 3 > 0,
-                    "eos_token_id": [*range(10, 10 + 40 * (seed % 2))] or None,
+                    "eos_token_id": [*range(10, 10 + 20 * (seed % 2))] or None,
                     "pad_token_id": 0,
                 }
                 if options["do_sample"]:
@@ -198,6 +198,7 @@ class CacheTests:
             steps.append(sum(scheduler.step() for _ in range(99)))
             found.append([(one.tokens, one.reason, len(one.logprobs)) for one in requests] + puts)
         assert found[0] == found[1] and steps[1] < steps[0] and {one.reason for one in requests} == {"stop", "length"}
+        assert not {token for one in requests[1::2] for token in one.tokens[:-1]} & {*range(10, 30)}  # the end tokens
 
     def test_a_left_padded_batch_is_one_by_one(self, model):
         """In chunks too."""
