@@ -53,7 +53,7 @@ class Task:
 
     def model(self, config: PreTrainedConfig) -> nn.Module:
         """A new model."""
-        return start_decays(AutoModelForCausalLM.from_config(config))
+        return AutoModelForCausalLM.from_config(config)
 
     def config(self, variant: str) -> PreTrainedConfig:
         """The configuration of a variant, with the parameters of the first one if they are to be equal."""
@@ -72,7 +72,7 @@ class Task:
         training.output_dir = str(Path(training.output_dir) / f"{place}-seed-{training.seed}")
         training.learning_rate = rate
         return GroupingTrainer(
-            model=self.model(config),
+            model=start_decays(self.model(config)),
             args=training,
             callbacks=[PoleCallback(self.args.max_pole_radius)],
             groups=self.args.groups(),

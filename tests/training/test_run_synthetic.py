@@ -24,6 +24,7 @@ from tnn_programs.data.synthetic import (
 from tnn_programs.run_synthetic import SyntheticArguments
 from tnn_programs.training import run_ablation, run_synthetic
 from tnn_programs.training.comparing import Task
+from tnn_programs.training.peers import start_decays
 
 
 def test_copying_rows():
@@ -188,7 +189,7 @@ VARIANTS = (
 def test_a_gated_deltanet_starts_with_a_memory():
     """The decay of a token is at most exp(-A / 10), not exp(-1.3 A)."""
     config = Qwen3_5TextConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, layer_types=["linear_attention"])
-    layer = Task.model(None, config).model.layers[0].linear_attn
+    layer = start_decays(Task.model(None, config)).model.layers[0].linear_attn
     steps = torch.nn.functional.softplus(layer.dt_bias)
     assert steps.min() >= 0.00099 and steps.max() <= 0.101 and steps.std() > 0.01
 
@@ -202,11 +203,13 @@ def test_other_models_are_compared_at_equal_parameters_and_runs_are_kept(tmp_pat
         "--task recall:memory=3,longer=[20] text:num_tokens=261 --seeds_at_best --max_eval_samples 4 --contexts 5",
         "--config_overrides rpe_dim=4 --eval_tokens 40 --per_device_train_batch_size 2 --use_cpu --save_strategy no",
     )
-    shown = run("run_synthetic", *given, VARIANTS).stdout
+    with patch("tnn_programs.training.comparing.start_decays", side_effect=start_decays) as started:
+        shown = run("run_synthetic", *given, VARIANTS).stdout
     found = read(tmp_path / "out")
     rows = found["rows"]
     names = ["fd", "llama", "mamba", "delta"]
     assert [row["variant"] for row in rows] == [name for name in 2 * names for _ in range(3)]
+    assert started.call_count == len(rows)
     for task, metric, lengths in (("recall", "accuracy", ["16", "20"]), ("text", "bits per byte", ["16"])):
         own = [row for row in rows if row["task"] == task]
         assert len(own) == 12 and all(list(row[metric]) == lengths for row in own)
