@@ -92,7 +92,7 @@ OPTIONS = {
     "decoding": {"ways": [], "contexts": [512, 16384], "batch_size": 1, "hidden_size": 512},
     # `alone` of the `requests` are written by `generate` too; `prompts` have so many tokens, least and most.
     "serving": {"models": [], **SIZES, "num_hidden_layers": 6, "vocab_size": 10000, "requests": 32, "alone": 4,
-                "prompts": [16, 64], "new_tokens": 128},
+                "prompts": [16, 64], "new_tokens": 128, "tokens_per_launch": [1]},
     # With `quick`, tiny sizes, in less than a minute on a CPU. No row begins after so many `minutes`.
     "gpu": {"parts": [], "output_dir": Path("outputs/gpu"), "quick": False, "minutes": 9.5},
     "lengths": {"ways": [], **SIZES, "num_hidden_layers": 6, "vocab_size": 50265, "memory": 12.0, "seconds": 300.0,

@@ -186,6 +186,11 @@ def experiments() -> dict[str, Experiment]:
             *("state_size", *lengths, *sizes, "--largest_scan", 64),
             quick=("--length", 64, "--state_sizes", 4, "--repeats", 1),
         ),
+        "serving": benchmark(
+            "64 streams by the scheduler, one and eight tokens of each a step",
+            *("serving", "--models", "rpe", "rtf", "--requests", 64, "--tokens_per_launch", 1, 8, "--new_tokens", 256),
+            quick=("--models", "rpe", "--requests", 3, "--hidden_size", 16, "--num_hidden_layers", 1, "--repeats", 1),
+        ),
         "fd-speed": benchmark(
             "steps of FD beside the released form and RPE, and RTF (SKI figure 1b: FD 10 to 15% faster)",
             *("training", "--ways", *ways, *(f"{way} bf16" for way in ways), "--decay", 1),

@@ -20,8 +20,8 @@ from modeling_tnn.serving.rows import bytes_of_text
 from modeling_tnn.serving.scheduler import BatchScheduler
 from tnn_programs.benchmarks.measure import clock, markdown, ratio
 
-FORMATS = {"model": "", "arrivals": "", "alone_tokens_per_second": ".0f", "tokens_per_second": ".0f"}
-FORMATS |= {"over_alone": ".2f", "first_token_ms": ".0f", "first_token_ms_p99": ".0f"}
+FORMATS = {"model": "", "arrivals": "", "tokens_per_launch": "", "alone_tokens_per_second": ".0f"}
+FORMATS |= {"tokens_per_second": ".0f", "over_alone": ".2f", "first_token_ms": ".0f", "first_token_ms_p99": ".0f"}
 FORMATS |= {"token_ms": ".0f", "token_ms_p99": ".0f", "state_mebibytes": ".1f"}
 
 
@@ -43,16 +43,20 @@ def alone(model, prompts: list[torch.Tensor], args) -> float:
     return len(prompts) * args.new_tokens / (clock(args) - start)
 
 
-def together(model, waiting: list[torch.Tensor], between: int, args) -> tuple[float, list[Stopwatch]]:
-    """The tokens per second of the scheduler if a prompt comes every `between` steps, and the times of the texts."""
-    scheduler, watches, count = BatchScheduler(model, max_batch_size=args.requests), [], len(waiting)
+def together(model, waiting: list[torch.Tensor], between: int, most: int, args) -> tuple[float, list[Stopwatch]]:
+    """The tokens per second of the scheduler if a prompt comes every `between` tokens, and the times of the texts.
+
+    A step writes at most `most` tokens of each text.
+    """
+    scheduler = BatchScheduler(model, max_batch_size=args.requests, tokens_per_launch=most)
+    watches, count = [], len(waiting)
     start, steps = clock(args), 0
     while waiting or scheduler.has_work:
         while waiting and steps >= between * len(watches):
             watches.append(Stopwatch(args))
             scheduler.submit(waiting.pop(0), streamer=watches[-1], **options_of(args))
         scheduler.step()
-        steps += 1
+        steps += most
     return count * args.new_tokens / (clock(args) - start), watches
 
 
@@ -67,21 +71,24 @@ def run(args) -> list[dict]:
         config = TnnConfig(hidden_size=args.hidden_size, **sizes(args), **FIELDS[name])
         model = TnnForCausalLM(config).eval().to(args.device)
         alone(model, part[:1], args)
-        found = {way: [] for way in arrivals}
+        found = {(way, most): [] for way in arrivals for most in args.tokens_per_launch}
+        for way, most in (*found, *found) if "cuda" in args.device else ():  # graphs are recorded in the first texts
+            together(model, [*arrivals[way][0]], arrivals[way][1], most, args)
         for _ in range(args.repeats):
-            for way, (texts, between) in arrivals.items():
-                found[way].append((alone(model, part, args), *together(model, [*texts], between, args)))
+            for (way, most), measured in found.items():
+                texts, between = arrivals[way]
+                measured.append((alone(model, part, args), *together(model, [*texts], between, most, args)))
         state = bytes_of_text(model.get_decoder(), args.prompts[1] + args.new_tokens) / 2**20
-        rows += [row(name, way, *zip(*repeats, strict=True), state) for way, repeats in found.items()]
+        rows += [row(name, *key, *zip(*repeats, strict=True), state) for key, repeats in found.items()]
     return rows
 
 
-def row(name: str, arrivals: str, one: tuple, together: tuple, watches: tuple, state: float) -> dict:
+def row(name: str, arrivals: str, most: int, one: tuple, together: tuple, watches: tuple, state: float) -> dict:
     """The figures of a model; the percentiles are over all texts, or tokens, of all repeats."""
     times = [watch.times for repeat in watches for watch in repeat]
     waits = {"first_token_ms": [1000 * (one[1] - one[0]) for one in times]}
     waits["token_ms"] = [1000 * (b - a) for one in times for a, b in zip(one[1:], one[2:], strict=False)]
-    found = {"model": name, "arrivals": arrivals, "alone_tokens_per_second": median(one)}
+    found = {"model": name, "arrivals": arrivals, "tokens_per_launch": most, "alone_tokens_per_second": median(one)}
     found |= {"tokens_per_second": median(together), "over_alone": ratio(together, one), "state_mebibytes": state}
     for key, milliseconds in waits.items():
         found |= {key: median(milliseconds), f"{key}_p99": quantiles(milliseconds, n=100, method="inclusive")[98]}
