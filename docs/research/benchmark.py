@@ -29,10 +29,10 @@ from tnn_programs.cli.errors import report_errors
 from suites.decoding import DOTS
 from suites.peers import DEPTHS, FIELDS
 from suites.plot import AXES, plot
+from suites.record import measured
 
 from modeling_tnn.configuration_tnn import DIRECTIONS
 from modeling_tnn.extensions import IMPLEMENTATIONS
-from tnn_programs.benchmarks.measure import measured
 from tnn_programs.cli.atomic import check_writable, write_json
 from tnn_programs.cli.parser import ProgramParser
 

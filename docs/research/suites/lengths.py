@@ -25,9 +25,10 @@ from suites.device import noted, resident_peak
 from suites.gpu_models import compile_model
 from suites.memory import forget_peak
 from suites.peers import FIELDS, build_model, tnn
+from suites.record import described
 from transformers import PreTrainedModel
 
-from tnn_programs.benchmarks.measure import autocast, described, markdown, measure
+from tnn_programs.benchmarks.measure import autocast, markdown, measure
 from tnn_programs.benchmarks.models import training_loss
 from tnn_programs.cli.atomic import write_json
 from tnn_programs.cli.training_arguments import PretrainArguments
