@@ -43,16 +43,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hparams", type=Path, help="JSON or YAML of official options that differ from its defaults.")
     parser.add_argument("--dtype", choices=DTYPES, help="Dtype of the weights, if not that of the checkpoint.")
     parser.add_argument("--head", choices=HEADS, help="Head, if not that of the architecture.")
-    parser.add_argument(
-        "--published_ski",
-        action="store_true",
-        help="Let SKI interpolate as published, not as released: outputs differ from the released model.",
-    )
-    parser.add_argument(
-        "--allow_fp8",
-        action="store_true",
-        help="Convert Evo 2 models trained with FP8 projections, which their authors say that they need.",
-    )
+    parser.add_argument("--published_ski", action="store_true", help="Let SKI interpolate as published, not released.")
+    parser.add_argument("--allow_fp8", action="store_true", help="Convert models of Evo 2 that were trained in FP8.")
     args = parser.parse_args()
     for file in filter(None, (args.checkpoint, args.hparams)):
         others = file is args.checkpoint and (is_repository(file) or Path(f"{file}.part0").exists())
@@ -69,11 +61,7 @@ def is_repository(checkpoint: Path) -> bool:
 
 
 def read_options(file: Path) -> dict:
-    """The options in a file of JSON or YAML.
-
-    Raises:
-        ValueError: it has no mapping, or has aliases, by which a few lines of YAML can stand for any length.
-    """
+    """The options in a file of JSON or YAML; ValueError without a mapping, or with aliases, which may expand."""
     try:
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
         content = yaml.load(text, Values) if is_yaml else json.loads(text)  # noqa: S506 - a SafeLoader

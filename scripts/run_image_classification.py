@@ -27,9 +27,7 @@ class ImageArguments(ClassifierArguments):
     dataset_name: str = "uoft-cs/cifar10"
     dataset_config_name: str | None = None
     label_column_name: str | None = option(None, "Column of the classes, if not the first.")
-    augmentation: str = option(
-        "flip", "Changes of training pictures: flip mirrors half of them.", choices=("none", "flip")
-    )
+    augmentation: str = option("flip", "flip: mirror half of the training pictures.", choices=("none", "flip"))
 
 
 @report_errors

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from modeling_tnn.configuration_tnn import TnnConfig
 from tnn_programs.original.architectures import ARCHITECTURES, HEADS, Architecture, operator_of
-from tnn_programs.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
+from tnn_programs.original.names import BOOKKEEPING, heads_together, our_layout, our_name
 
 # Prefixes of the modules of each head; the body is under `model.`, or has no prefix without a head.
 HEAD_MODULES = {"base": (), "causal-lm": ("lm_head.",), "masked-lm": ("transform.", "lm_head.")}
@@ -32,8 +32,6 @@ LEFT_OUT = {
     r"implicit_filter\.\d+\.freq$": "another name of the parameter that all sines share",
     "": "part of another head (option head)",
 }
-
-
 # Ends of the names of tensors that are several parameters here, and the ends of these.
 PARTS = {
     ".ab": (".denominator", ".numerator"),
@@ -56,11 +54,7 @@ def fetch(repo_id: str) -> Path:
 
 
 def file_in(folder: Path) -> Path:
-    """The file of weights in a folder of the Hub. Where it is in parts, there is no file with its name.
-
-    Raises:
-        ValueError: there is none, or several, or no `config.json`.
-    """
+    """The weights in a folder of the Hub, perhaps a file in parts; ValueError if not one, or without `config.json`."""
     found = next((files for name in WEIGHTS if (files := [*folder.glob(name)])), [])
     files = {PART.sub(r"\1", file.name) for file in found}
     if len(files) != 1 or not (folder / "config.json").exists():
@@ -70,11 +64,7 @@ def file_in(folder: Path) -> Path:
 
 
 def join(path: Path, scratch: Path | None) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors and the options in the parts of a file, given the name of the whole or of one of them.
-
-    Raises:
-        ValueError: a part is missing, or the whole is no checkpoint.
-    """
+    """The tensors and the options in the parts of a file, by its name or that of one; ValueError if one is missing."""
     whole = PART.sub(r"\1", path.name)
     named = {file: PART.fullmatch(file.name) for file in path.parent.glob("*.part*")}
     parts = {int(name[2]): file for file, name in named.items() if name and name[1] == whole}
@@ -92,10 +82,8 @@ def read_checkpoint(path: Path, scratch: Path | None = None) -> tuple[dict[str, 
     """The tensors and the options in a file, its parts or a folder of the Hub, whose `config.json` has the options.
 
     Tensors are mapped from the file: they are read when they are used. Parts are joined in a file in the folder
-    `scratch`, by default that of the system, which takes space until the tensors are gone, without a name.
-
-    Raises:
-        ValueError: the file is of another kind, damaged, or a pickle with other objects than tensors and options.
+    `scratch`, by default that of the system, which takes space until the tensors are gone, without a name. A
+    ValueError if the file is of another kind, damaged, or a pickle with other objects than tensors and options.
     """
     if path.is_dir():
         file, options = file_in(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -143,11 +131,7 @@ def options_of(content: dict) -> dict:
 
 
 def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors by their names here, the body without a prefix, and the official name of each.
-
-    Raises:
-        ValueError: two tensors get the same name.
-    """
+    """The tensors by their names here, the body without a prefix, and their official names; ValueError if two meet."""
     renamed, official_names = {}, {}
     for official, value in tensors.items():
         if BOOKKEEPING.search(official):
@@ -165,8 +149,7 @@ def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, to
 def take_decay(tensors: dict, options: dict, num_layers: int) -> dict:
     """The decay fields of the configuration. Fixed decays are not parameters here, so they are taken out of `tensors`.
 
-    Raises:
-        ValueError: layers have no fixed decay although the options say so, or others have one, or they differ.
+    A ValueError if layers have no fixed decay although the options say so, or others have one, or they differ.
     """
     if options.get("use_multi_decay"):
         return {"decay": options.get("gamma", 0.99), "learnable_decay": True}
@@ -175,10 +158,9 @@ def take_decay(tensors: dict, options: dict, num_layers: int) -> dict:
     # The released FD operator accepts the option and has no decay.
     declared = options.get("use_decay") and operator_of(options) != "fd"
     if (declared or stored) and (missing := names.keys() - stored.keys()):
-        raise ValueError(
-            f"The checkpoint must hold the decay, `gamma`, of each layer (option use_decay), got none for the layers "
-            f"{', '.join(map(str, sorted(missing)))}"
-        )
+        layers = f"the layers {', '.join(map(str, sorted(missing)))}"
+        rule = "The checkpoint must hold the decay, `gamma`, of each layer (option use_decay)"
+        raise ValueError(f"{rule}, got none for {layers}")
     if not stored:
         return {"decay": None}
     values = torch.cat([*stored.values()]).unique().tolist()
@@ -191,8 +173,8 @@ def arrange_operators(tensors: dict, config: TnnConfig, num_heads: int):
     """Rearrange the parameters of RTF and FD operators into their form here, in place."""
     for name in [name for name in tensors if name.endswith("tno.ab")]:
         stem = name.removesuffix("ab")
-        parts = split_rational(tensors.pop(name), len(tensors[f"{stem}direct"]))
-        tensors[f"{stem}denominator"], tensors[f"{stem}numerator"] = parts
+        both, filters = tensors.pop(name), len(tensors[f"{stem}direct"])  # (A + filters, N)
+        tensors[f"{stem}denominator"], tensors[f"{stem}numerator"] = both[:-filters], both[-filters:]
     if config.tno_types == ["fd"] and not config.causal:
         for name in [name for name in tensors if ".tno.rpe.out.linear." in name]:
             tensors[name] = heads_together(tensors[name], num_heads)
@@ -249,20 +231,10 @@ def build_config(tensors: dict, options: dict, built: Architecture, published_sk
 
 
 def convert(tensors: dict, options: dict, architecture: str, head: str | None = None, published_ski: bool = False):
-    """Build the model of a checkpoint.
+    """The model of a checkpoint, and a report with the destination of each official tensor and warnings.
 
-    Args:
-        tensors: the checkpoint, in official names.
-        options: official options that differ from the defaults of the architecture.
-        architecture: one of `ARCHITECTURES`.
-        head: one of `HEADS`, if not that of the architecture.
-        published_ski: let SKI interpolate as published, not as released.
-
-    Returns:
-        The model, and a report with the destination of each official tensor and warnings.
-
-    Raises:
-        ValueError: the checkpoint does not fit the options, or cannot be converted.
+    `tensors` have official names, `options` differ from the defaults of the architecture, and `published_ski` lets SKI
+    interpolate as published, not as released. A ValueError if they do not fit each other, or cannot be converted.
     """
     built = ARCHITECTURES[architecture]
     head, options = head or built.head, built.options | options
@@ -282,11 +254,7 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
 
 
 def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
-    """A model with `tensors`, in their dtypes.
-
-    Raises:
-        ValueError: a tensor is missing, left over or of another shape.
-    """
+    """A model with `tensors`, in their dtypes; ValueError if one is missing, left over or of another shape."""
     with torch.device("meta"):
         model = HEADS[head](config)
     counts = "num_batches_tracked"  # of batch norms

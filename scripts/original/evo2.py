@@ -58,11 +58,7 @@ RELEASED = {
 
 
 def check(tensors: dict, options: dict):
-    """Refuse options and models that cannot be converted.
-
-    Raises:
-        ValueError: an option is missing, or has another value than the one that can be converted.
-    """
+    """Refuse, by a ValueError, options that are missing or have another value than the one that can be converted."""
     if missing := [name for name in NEEDED if name not in options]:
         raise ValueError(f"{missing[0]} must be given for a conversion, as in the YAML file of the model")
     check_values(options, VALUES)
@@ -111,11 +107,7 @@ def thirds(options: dict) -> torch.Tensor:
 
 
 def sizes(tensors: dict[str, torch.Tensor]) -> dict:
-    """The fields of `TnnConfig` that follow from the weights, those of each layer in `per_layer_config`.
-
-    Raises:
-        ValueError: there are no layers.
-    """
+    """The fields that follow from the weights, those of a layer in `per_layer_config`; ValueError without layers."""
     count = layers_of(tensors)
     if not count or "layers.0.glu.gate_proj.weight" not in tensors:
         raise ValueError(f"The checkpoint must hold the layers of StripedHyena 2, got {', '.join([*tensors][:4])}")
@@ -202,7 +194,5 @@ def byte_tokenizer(length: int | None = None, size: int = 512) -> PreTrainedToke
     tokens = Tokenizer(models.BPE(vocabulary, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokens.decoder = decoders.ByteLevel()
-    options = {"padding_side": "left", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
-    if length is not None:
-        options["model_max_length"] = length
+    options = {"padding_side": "left", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "model_max_length": length}
     return PreTrainedTokenizerFast(tokenizer_object=tokens, clean_up_tokenization_spaces=False, **options)

@@ -114,11 +114,6 @@ def our_layout(official: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def split_rational(both: torch.Tensor, num_filters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The denominators `(A, N)` and the numerators `(num_filters, N)` in the released `ab`."""
-    return both[:-num_filters], both[-num_filters:]
-
-
 def heads_together(value: torch.Tensor, num_heads: int) -> torch.Tensor:
     """The last map of a bidirectional FD encoder, with rows (head, part, channel) reordered to all real rows first."""
     return value.reshape(num_heads, 2, -1, *value.shape[1:]).transpose(0, 1).flatten(0, 2)

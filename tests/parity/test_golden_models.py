@@ -19,7 +19,6 @@ from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequen
 from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.tno_rtf import CONSTRAINTS, CompanionForm, RtfOperator
 from modeling_tnn.tno_ski import SkiOperator
-from tnn_programs.original.names import split_rational
 
 
 def causal_lm(case: Case) -> TnnForCausalLM:
@@ -212,7 +211,8 @@ def rtf_operator(case: Case) -> RtfOperator:
     )
     operator = RtfOperator(config)
     for key in [key for key in case.tensors if key.endswith("param/ab")]:
-        denominator, numerator = split_rational(case.tensors.pop(key), len(operator.numerator))
+        both, rows = case.tensors.pop(key), len(operator.numerator)
+        denominator, numerator = both[:-rows], both[-rows:]
         case.tensors[key.replace("/ab", "/denominator")] = denominator
         case.tensors[key.replace("/ab", "/numerator")] = numerator
     return case.load(operator)
