@@ -10,15 +10,12 @@ from pathlib import Path
 
 from tnn_programs.cli.errors import importing
 
-import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from modeling_tnn import __version__, modeling_tnn
-from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.configuration_tnn import TnnConfig
-from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
-from modeling_tnn.tools.comparing import memory_per_sequence, plot_by_length
+from modeling_tnn.tools.comparing import plot_by_length, state_bytes_by_length
 from tnn_programs.cli import model_path
 from tnn_programs.cli.atomic import read_json, write_json
 from tnn_programs.cli.model_path import check_model_path
@@ -106,23 +103,16 @@ def facts(model: PreTrainedModel, length: int) -> dict:
     }
 
 
-@torch.no_grad()
 def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
     """The size of the decoding state after texts of the trained length and of eight times as many tokens.
 
     A model that refuses longer texts than its filter has one row, for the longest.
-    A cache keeps the end of a prompt for `crop` until its free places are filled: so many tokens are decoded first.
     """
-    rows, config, contexts = [], model.config, (length, 8 * length)
+    config, contexts = model.config, (length, 8 * length)
     if config.tno_types == ["hyena"] and config.hyena_filter_beyond == "error":
-        contexts = (max(1, config.hyena_filter_length - ROOM - 1),)
-    for context in contexts:
-        embeds = torch.zeros(1, context, config.hidden_size, dtype=model.dtype, device=model.device)
-        past = model.base_model(inputs_embeds=embeds, use_cache=True)[CACHE]
-        for _ in range(ROOM + 1):
-            past = model.base_model(inputs_embeds=embeds[:, :1], use_cache=True, **{CACHE: past})[CACHE]
-        rows.append({"context": context, "mebibytes": memory_per_sequence(past) / 2**20})
-    return rows
+        contexts = (max(1, config.hyena_filter_length - 1),)
+    rows = state_bytes_by_length(model, contexts)
+    return [{"context": row["length"], "mebibytes": row["state"] / 2**20} for row in rows]
 
 
 def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
