@@ -31,14 +31,9 @@ class BlockStream(torch.utils.data.Dataset):
     """A stream of examples `input_ids` and `labels`, `(L,)` each. Labels are -100 where nothing is predicted."""
 
     def __init__(
-        self,
-        blocks: "Dataset | Sequence",
-        tokenizer: PreTrainedTokenizerBase,
-        masked: bool,
-        mlm_probability: float = 0.15,
-        seed: int = 0,
-        shuffle: bool = True,
-    ):
+        self, blocks: "Dataset | Sequence", tokenizer: PreTrainedTokenizerBase, masked: bool,
+        mlm_probability: float = 0.15, seed: int = 0, shuffle: bool = True,
+    ):  # fmt: skip
         self.blocks = blocks.with_format("torch") if hasattr(blocks, "with_format") else blocks
         self.seed, self.shuffle = seed, shuffle
         self.masking = make_masking(tokenizer, mlm_probability) if masked else None
@@ -74,11 +69,9 @@ class BlockStream(torch.utils.data.Dataset):
         """There is nothing to load."""
 
     def loader(self, batch_size: int, start: int, stop: int, workers: int = 0, pin_memory: bool = False) -> DataLoader:
-        """Batches of the examples from `start` to `stop`. It draws nothing from the global generator.
+        """Batches of the examples from `start` to `stop`, in this order for any number of `workers`, processes.
 
-        Args:
-            workers: processes that load them, in the same order.
-            pin_memory: whether an accelerator can copy the batches while it computes.
+        It draws nothing from the global generator. From pinned memory, an accelerator copies while it computes.
         """
         return DataLoader(
             self,

@@ -20,35 +20,23 @@ def dna_tokenizer(length: int | None = None) -> PreTrainedTokenizerFast:
     """Return a tokenizer of one token per nucleotide, with the ids of HyenaDNA. It pads on the left.
 
     Lower case is upper case, U is T, and the letters of IUPAC for several nucleotides are N. Other characters are
-    [UNK]. A sequence is `[CLS] sequence [SEP]`.
-
-    Args:
-        length (*optional*): `model_max_length`, in tokens.
+    [UNK]. A sequence is `[CLS] sequence [SEP]`. `length` is `model_max_length`, in tokens, without a limit by default.
     """
-    words = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token=VOCABULARY[6])
-    )
+    numbers = {word: index for index, word in enumerate(VOCABULARY)}
+    words = Tokenizer(models.WordLevel(numbers, unk_token=SPECIAL["unk_token"]))
     lower = [normalizers.Replace(letter.lower(), letter) for letter in "ACGTN"]
     others = [normalizers.Replace(Regex("[Uu]"), "T"), normalizers.Replace(Regex("[RYSWKMBDHVryswkmbdhv]"), "N")]
     words.normalizer = normalizers.Sequence([*lower, *others])
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     words.decoder = decoders.Fuse()
-    ends = [(word, VOCABULARY.index(word)) for word in ("[CLS]", "[SEP]")]
-    words.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=ends
-    )
-    options = {"padding_side": "left", "clean_up_tokenization_spaces": False} | SPECIAL
-    if length is not None:
-        options["model_max_length"] = length
+    ends = [(word, numbers[word]) for word in ("[CLS]", "[SEP]")]
+    words.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", ends)
+    options = {"padding_side": "left", "clean_up_tokenization_spaces": False, "model_max_length": length} | SPECIAL
     return PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens=["[RESERVED]"], **options)
 
 
 def nucleotide_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of A, C, G and T.
-
-    Raises:
-        ValueError: the tokenizer does not have one token for each nucleotide.
-    """
+    """Return the ids of A, C, G and T; ValueError if the tokenizer does not have one token for each nucleotide."""
     pieces = tokenizer("".join(NUCLEOTIDES), add_special_tokens=False)["input_ids"]
     unknown = {tokenizer.unk_token_id, None}
     if len(set(pieces) - unknown) != len(NUCLEOTIDES) or len(pieces) != len(NUCLEOTIDES):
@@ -59,10 +47,8 @@ def nucleotide_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def reverse_complement(ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return the ids `(B, L)` of the other strand, with the tokens around a sequence where they are.
 
-    Masked and unknown nucleotides move with the sequence. A row holds one sequence. Lower case stays so.
-
-    Raises:
-        ValueError: see `nucleotide_ids`.
+    Masked and unknown nucleotides move with the sequence. A row holds one sequence. Lower case stays so. A
+    ValueError as of `nucleotide_ids`.
     """
     letters, places = nucleotide_ids(tokenizer), torch.arange(ids.shape[-1], device=ids.device)  # (L,)
     lower = tokenizer("acgt", add_special_tokens=False)["input_ids"]
@@ -85,9 +71,8 @@ def average_strands(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         with average_strands(model, tokenizer):
             trainer.evaluate()
 
-    Args:
-        model: a classifier of sequences, which is called with `input_ids` by name, as `Trainer` and pipelines do. The
-            places of another model's outputs are not the same on both strands: its calls raise a ValueError.
+    The `model` must be called with `input_ids` by name, as `Trainer` and pipelines do. Calls of one that is no
+    classifier of sequences raise a ValueError: the places of its outputs are not the same on both strands.
     """
 
     def average(module: PreTrainedModel, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:

@@ -157,24 +157,15 @@ class GenomeStream(BlockStream):
         genome: the letters of each contig, from `read_fasta`.
         windows: the contig and the first letter of each, from `windows_of` with S letters.
         block_size: L.
-        masked, mlm_probability, seed, shuffle: as for `BlockStream`.
         reverse_complement: whether windows are read from the other strand every second time, at random.
         soft_masked_weight: w, the probability that a letter in lower case is predicted.
+        masked, options: as for `BlockStream`.
     """
 
     def __init__(
-        self,
-        genome: dict[str, np.ndarray],
-        windows: Sequence[Window],
-        tokenizer: PreTrainedTokenizerBase,
-        block_size: int,
-        masked: bool,
-        mlm_probability: float = 0.15,
-        seed: int = 0,
-        shuffle: bool = True,
-        reverse_complement: bool = False,
-        soft_masked_weight: float = 1.0,
-    ):
+        self, genome: dict[str, np.ndarray], windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase,
+        block_size: int, masked: bool, *, reverse_complement: bool = False, soft_masked_weight: float = 1.0, **options,
+    ):  # fmt: skip
         self.genome, self.length, self.reverse_complement = genome, block_size, reverse_complement
         self.enclosing = enclosing_tokens(tokenizer) if masked else ([], [])
         self.size = block_size - sum(map(len, self.enclosing))  # S
@@ -184,7 +175,7 @@ class GenomeStream(BlockStream):
         kept = [window for window in windows if (self.weights[self.letters(window)] > 0).mean() >= 0.5]
         if left_out := len(windows) - len(kept):
             logger.info("%d of %d windows are left out: most letters are not to be predicted", left_out, len(windows))
-        super().__init__(kept, tokenizer, masked, mlm_probability, seed, shuffle)
+        super().__init__(kept, tokenizer, masked, **options)
 
     def letters(self, window: Window) -> np.ndarray:
         """The letters of a window, `(S,)`."""

@@ -9,6 +9,7 @@ B windows, L length, V vocabulary, N variants.
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -50,10 +51,8 @@ class Window(NamedTuple):
 def read_variants(file: str) -> list[Variant]:
     """Return the variants of a VCF file, also below .gz; a row with several alternatives is several variants.
 
-    Those without letters, such as `.`, `*`, `<DEL>` and breakends, are left out; a message says how many.
-
-    Raises:
-        ValueError: a line is no row of VCF.
+    Those without letters, such as `.`, `*`, `<DEL>` and breakends, are left out; a message says how many. A ValueError
+    if a line is no row of VCF.
     """
     found = []
     for number, line in enumerate(read_lines_of(file), 1):
@@ -72,9 +71,8 @@ def read_variants(file: str) -> list[Variant]:
 def window_of(genome: dict[str, np.ndarray], variant: Variant, length: int) -> Window:
     """Return about `length` letters of the reference with the variant in the middle, fewer in a short contig.
 
-    Raises:
-        ValueError: the genome has no such contig or position, other letters there than the variant's reference, or the
-            window has no room for it.
+    A ValueError if the genome has no such contig or position, or other letters there than the variant's reference, or
+    the window has no room for it.
     """
     if variant.contig not in genome:
         raise ValueError(f"{variant} must be in a contig of {some_of(genome)}, got {variant.contig!r}")
@@ -96,20 +94,17 @@ def window_of(genome: dict[str, np.ndarray], variant: Variant, length: int) -> W
 def log_likelihoods(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[str], batch_size: int = 8
 ) -> torch.Tensor:
-    """Return the sum of the log-probabilities of the letters of each sequence after its first one, `(N,)`.
+    """Return the log-probability of the letters of each sequence after its first one, by a causal model, `(N,)`.
 
-    Args:
-        model: a causal language model.
-        batch_size: B. Sequences of one length share a forward pass; there is no padding.
+    Sequences of one length share a forward pass, `batch_size` B at most; there is no padding.
     """
     found = torch.zeros(len(sequences), dtype=torch.float64)
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     for _, group in groupby(order, key=lambda index: len(sequences[index])):
         for places in torch.tensor(list(group)).split(batch_size):
-            ids = tokenizer(
-                [sequences[place] for place in places], add_special_tokens=False, return_tensors="pt", verbose=False
-            )
-            ids = ids.input_ids.to(model.device)  # (B, L)
+            texts = [sequences[place] for place in places]
+            ids = tokenizer(texts, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+            ids = ids.to(model.device)  # (B, L)
             logits = model(ids, use_cache=False).logits[:, :-1].float()  # (B, L-1, V)
             nats = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double()
             found[places] = -nats.sum(1).cpu()
@@ -118,25 +113,16 @@ def log_likelihoods(
 
 @torch.inference_mode()
 def masked_ratio(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, window: Window) -> float:
-    """Return the log-likelihood ratio of a variant by a masked language model, from one forward pass.
-
-    Raises:
-        ValueError: the alternative has another number of letters.
-    """
+    """Return the log-likelihood ratio of a variant by one pass of a masked model; ValueError if its length changes."""
     if len(window.alternative) != len(window.reference):
-        raise ValueError(
-            f"A variant must keep the number of letters with a masked model, got {window.reference!r} to "
-            f"{window.alternative!r}"
-        )
+        given = f"{window.reference!r} to {window.alternative!r}"
+        raise ValueError(f"A variant must keep the number of letters with a masked model, got {given}")
+    read = partial(tokenizer, return_tensors="pt", verbose=False)
     hidden = tokenizer.mask_token * len(window.reference)
-    ids = tokenizer(window.before + hidden + window.after, return_tensors="pt", verbose=False).input_ids.to(
-        model.device
-    )  # (1, L)
+    ids = read(window.before + hidden + window.after).input_ids.to(model.device)  # (1, L)
     scores = model(ids).logits[ids == tokenizer.mask_token_id].double().log_softmax(-1)  # (letters, V)
-    reference, alternative = (
-        tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0].to(model.device)
-        for part in (window.reference, window.alternative)
-    )
+    parts = (read(part, add_special_tokens=False).input_ids[0] for part in (window.reference, window.alternative))
+    reference, alternative = (part.to(model.device) for part in parts)
     return (scores.gather(1, alternative[:, None]) - scores.gather(1, reference[:, None])).sum().item()
 
 
@@ -152,14 +138,9 @@ def longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float
 
 @torch.inference_mode()
 def score_variants(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    genome: dict[str, np.ndarray],
-    variants: Sequence[Variant],
-    length: int | None = None,
-    batch_size: int = 8,
-    both_strands: bool = False,
-) -> torch.Tensor:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, genome: dict[str, np.ndarray],
+    variants: Sequence[Variant], length: int | None = None, batch_size: int = 8, both_strands: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Return the log-likelihood ratio of each variant in nats, `(N,)`: below 0 where the reference is likelier.
 
     Args:

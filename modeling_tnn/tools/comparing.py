@@ -132,19 +132,13 @@ def count_parameters(config: PreTrainedConfig, build: Callable = AutoModelForCau
 
 
 def match_parameters(
-    config: PreTrainedConfig,
-    peer: PreTrainedConfig,
-    build: Callable = AutoModelForCausalLM.from_config,
+    config: PreTrainedConfig, peer: PreTrainedConfig, build: Callable = AutoModelForCausalLM.from_config
 ) -> PreTrainedConfig:
     """A copy of a configuration whose model has as many parameters as that of `peer`, by its inner width.
 
     The width of GLU or MLP (`intermediate_size`) changes, or the `state_size` of a model without one, such as Mamba-2.
 
-    Args:
-        build: makes a model of a configuration.
-
-    Raises:
-        ValueError: no width comes within 5%.
+    `build` makes a model of a configuration. A ValueError if no width comes within 5%.
     """
     config, wanted = copy.deepcopy(config), count_parameters(peer, build)
     field = next((name for name in INNER if hasattr(config, name)), None)

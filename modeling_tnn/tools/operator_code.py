@@ -16,8 +16,7 @@ IMPORT = re.compile(rf"^([ \t]*)from {PACKAGE}(\.[\w.]+)? import (\([^)]*\)|[^\n
 def operator_code(cls: type, file: Path, carried: set[Path]) -> bytes:
     """Return the code of the `file` of an operator, for a folder with the files `carried`.
 
-    Raises:
-        ValueError: the file cannot be imported elsewhere: it is none, or the one that is run, or imports others.
+    A ValueError if the file cannot be imported elsewhere: it is none, or the one that is run, or imports others.
     """
     if not file.is_file() or cls.__module__ == "__main__" or "." in cls.__qualname__:
         raise ValueError(f"{cls.__module__}.{cls.__qualname__} is not a class of a module with a file")

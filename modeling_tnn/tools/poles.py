@@ -111,10 +111,8 @@ def project_poles(model: torch.nn.Module, radius: float):
     """Move the poles outside the circle of `radius` onto it, in place.
 
     All poles of such a denominator are scaled by the same factor, which keeps their angles. Its numerator does not
-    change. If parameters are sharded, all processes must call this.
-
-    Raises:
-        ValueError: `radius` is not in (0, 1), or a coefficient is not finite.
+    change. If parameters are sharded, all processes must call this. A ValueError if `radius` is not in (0, 1), or a
+    coefficient is not finite.
     """
     if not 0 < radius < 1:
         raise ValueError(f"`radius` must be in (0, 1), got {radius}")
