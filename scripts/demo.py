@@ -50,8 +50,10 @@ def continuation(args: DemoArguments, use_cache: bool) -> str:
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def start(args: DemoArguments):
+@report_errors
+def main():
     """Train, save, load and sample."""
+    (args,) = parse_arguments([DemoArguments], __doc__)
     with importing("demo"):
         from tnn_programs.training import pretrain
     model_type = load_config(args.config_name).model_type
@@ -64,12 +66,6 @@ def start(args: DemoArguments):
     write_json(file, read_json(file) | {"text": text})
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
     logger.info("%s", next_steps(args.output_dir, "causal", unstable))
-
-
-@report_errors
-def main():
-    (args,) = parse_arguments([DemoArguments], __doc__)
-    start(args)
 
 
 if __name__ == "__main__":

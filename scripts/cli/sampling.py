@@ -1,12 +1,9 @@
 """Sampling defaults of `tnn generate`, `serve` and `api`."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 # Tokens are drawn from the likeliest ones of this mass, at this temperature, or as a `generation_config.json` says.
 TEMPERATURE, TOP_P = 1.0, 0.95
-
-NOTHING = MappingProxyType({})
 
 # Colder is greedy: scores that are divided by less exceed all numbers.
 COLDEST = 1e-5
@@ -15,11 +12,11 @@ COLDEST = 1e-5
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def sampling(temperature: float | None = None, top_p: float | None = None, of_model: Mapping = NOTHING) -> dict:
+def sampling(temperature: float | None = None, top_p: float | None = None, of_model: Mapping | None = None) -> dict:
     """The options of `generate` for one text, over those `of_model` and ours. A temperature of about 0 is greedy."""
     plain = dict.fromkeys(OF_SAMPLING) | {"num_beams": 1, "num_return_sequences": 1}
     asked = given_sampling({"temperature": temperature, "top_p": top_p})
-    chosen = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": 0} | of_model | asked
+    chosen = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": 0} | (of_model or {}) | asked
     return plain | ({"do_sample": False} if is_greedy(chosen["temperature"]) else {"do_sample": True} | chosen)
 
 

@@ -38,12 +38,9 @@ WAYS = ("rows", "lines", "headings")
 
 
 def load_corpus(
-    source: str | None = None,
-    config_name: str | None = None,
-    validation_file: str | None = None,
-    text_column: str = "text",
-    documents: str | None = None,
-) -> DatasetDict:
+    source: str | None = None, config_name: str | None = None, validation_file: str | None = None,
+    text_column: str = "text", documents: str | None = None,
+) -> DatasetDict:  # fmt: skip
     """The splits `train` and `validation` of a source, with the columns `text` and `ends`, True where documents end.
 
     Without a validation split, the last 5% become one; without a source it is the demo corpus, whose documents are
@@ -69,9 +66,9 @@ def load_corpus(
 
 def load_texts(source: str, config_name=None, split="test", text_column="text", documents=None) -> Dataset:
     """A split of a data set, or a whole local file, with the columns and errors of `load_corpus`."""
-    if text_files.looks_like_file(source):
-        return _texts(load_file(source), split, text_column, documents)
-    return _texts(load_folder(source, config_name, split=split), split, text_column, documents)
+    is_file = text_files.looks_like_file(source)
+    rows = load_file(source) if is_file else load_folder(source, config_name, split=split)
+    return _texts(rows, split, text_column, documents)
 
 
 def load_file(file: str, **options) -> Dataset:

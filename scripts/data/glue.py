@@ -106,7 +106,8 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
         raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {', '.join(files.values())}")
     splits = DatasetDict(train=load_file(train))
     # A column of text in training is read as text: in another file it may look like numbers.
-    texts = {name: _text for name in splits["train"].column_names if is_text(splits["train"], name)}
+    first = splits["train"]
+    texts = {name: lambda cell: cell or None for name in first.column_names if is_text(first, name)}
     for split in [*files][1:]:
         splits[split] = load_file(files[split], **({"converters": texts} if kinds[split] == "csv" else {}))
     return with_columns(TaskData(None, splits, ()), files, sentence_keys, label_key)
@@ -240,10 +241,6 @@ def score(names: tuple[str, ...], predictions: np.ndarray, references: np.ndarra
     if not np.isfinite(predictions).all():
         return dict.fromkeys(names, float("nan"))
     return {name: float(FUNCTIONS[name](references, predictions)) for name in names}
-
-
-def _text(cell: str) -> str | None:
-    return cell or None
 
 
 def _number_classes(source: str, data: TaskData):

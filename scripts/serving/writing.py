@@ -64,9 +64,8 @@ def sampling_of(model: PreTrainedModel) -> dict:
 def load_served(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal TNN and its tokenizer; ValueError for other models."""
     config = model_path.load(AutoConfig, name)
-    if config.model_type != "tnn" or not config.causal:
-        kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
-        raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
+    if config.model_type != "tnn":
+        raise ValueError(f"model={name} is a {config.model_type}: only a causal TNN can be served.")
     model_path.check_causal(name, config.to_dict())
     return load_writer(name, dtype, device)
 

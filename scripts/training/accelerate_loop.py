@@ -42,10 +42,6 @@ TRAINING_MEMORY = (
 )
 
 
-class DivergedError(UserError):
-    """The error for a loss or a gradient that is not a finite number."""
-
-
 @dataclasses.dataclass
 class TrainerState:
     """The progress of a run: step, losses, times and history of evaluations."""
@@ -277,7 +273,7 @@ class Pretraining:
         unstable = find_unstable(self.accelerator.unwrap_model(self.model), LARGEST_SAFE_RADIUS)
         poles = f" Poles on or outside the unit circle: {'; '.join(map(str, unstable))}." if unstable else ""
         good = (checkpoints(self.output_dir) or ["none was written"])[-1]
-        raise DivergedError(
+        raise UserError(
             f"The {what} at step {step}. The step was not applied; last good checkpoint: {good}. "
             f"A lower learning rate, more warmup or bf16 instead of fp16 may help.{poles}"
         )

@@ -40,12 +40,7 @@ BYTES_OF_LOGIT = 2 + 4 + 4 + 4
 
 
 def blocks_of_process(args: PretrainArguments, processes: int) -> int:
-    """The blocks that each process computes in a step.
-
-    Raises:
-        ValueError: the global batch is not made of blocks, as many for each process, or the given micro-batch does not
-            divide them.
-    """
+    """The blocks of each process in a step; ValueError if the batch has no such number, or passes do not fit it."""
     if args.global_batch_tokens is None:
         return args.per_device_train_batch_size * args.gradient_accumulation_steps
     unit, size = args.block_size * processes, args.per_device_train_batch_size
@@ -62,13 +57,10 @@ def blocks_of_process(args: PretrainArguments, processes: int) -> int:
 
 
 def choose_micro_batch(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module) -> str:
-    """Set the blocks of a forward pass and the number of passes of `args`. Says them.
+    """Set the blocks of a forward pass and the number of passes of `args`, and say them.
 
-    Args:
-        model: not prepared by the accelerator; it moves to the device. Its gradients are removed.
-
-    Raises:
-        MemoryExceededError: not even one block fits into the memory of a process.
+    The `model` is not prepared by the accelerator yet; it moves to the device, and its gradients are removed. A
+    MemoryExceededError if not even one block fits into the memory of a process.
     """
     blocks, size = blocks_of_process(args, accelerator.num_processes), args.per_device_train_batch_size
     if size is None:
@@ -133,11 +125,6 @@ PEAKS = {
     "GH200": (989, 67), "B200": (2250, 75), "A100": (312, 19.5), "A10": (125, 31.2), "L40S": (362, 91.6),
     "L4": (121, 30.3), "4090": (165, 82.6), "5090": (210, 105),
 }  # fmt: skip
-
-
-def reserved_memory(device: torch.device) -> float | None:
-    """The most memory of a GPU in GiB that PyTorch has taken so far, CUDA graphs included; None for other devices."""
-    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
 
 
 def flops_of_token(model: torch.nn.Module, length: int) -> float:

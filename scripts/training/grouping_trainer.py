@@ -30,7 +30,9 @@ class GroupingTrainer(Trainer):
             config.skip_logits = True
         super().__init__(model, *arguments, **options)
         self.groups = groups or {}
-        fit_to_device(self.args)
+        on_cpu = self.args.device.type == "cpu"
+        self.args.dataloader_pin_memory &= not on_cpu  # else PyTorch warns
+        self.args.logging_nan_inf_filter &= on_cpu  # for it Trainer reads each loss, which an accelerator waits for
         if self.args.bf16:
             warn_of_bfloat16(self.args.device, "--bf16 false")
 
@@ -50,13 +52,6 @@ class GroupingTrainer(Trainer):
             super()._save(*arguments, **options)
         finally:
             fields |= present
-
-
-def fit_to_device(args: TrainingArguments):
-    """Leave pinned memory to accelerators, and the filter of losses, for which Trainer reads each of them, to CPUs."""
-    on_cpu = args.device.type == "cpu"
-    args.dataloader_pin_memory &= not on_cpu  # else PyTorch warns
-    args.logging_nan_inf_filter &= on_cpu
 
 
 class StopCallback(TrainerCallback):

@@ -42,6 +42,11 @@ logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."
 # What a model of DNA is asked to continue: lacZ of E. coli.
 START_OF_GENE = "ATGACCATGATTACG"
+REPORT = (
+    "validation perplexity: {perplexity_before:.2f} before, {perplexity:.2f} after {steps} steps, best "
+    "{best_perplexity:.2f} at step {best_step}; {tokens_per_second:.0f} tokens/s; saved in {folder}\n"
+    "the best model is in {folder}/best"
+)
 
 
 def build_accelerator(args: PretrainArguments) -> Accelerator:
@@ -196,6 +201,7 @@ def holds_best(output_dir: Path, resumed: str, step: int) -> bool:
 def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
     """Evaluate and save the last model; the figures of the run."""
     accelerator, state = pretraining.accelerator, pretraining.state
+    device = accelerator.device
     evaluated = pretraining.is_evaluated and state.best_loss is not None  # and not in the folder of another run
     last = state.history[-1]["loss"] if evaluated else pretraining.record_evaluation()
     model = accelerator.unwrap_model(pretraining.model)
@@ -214,8 +220,8 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
         "parameters_per_process": processes.held_parameters(pretraining.model),
-        "device": accelerator.device.type,
-        "peak_memory_gib": costs.reserved_memory(accelerator.device),
+        "device": device.type,
+        "peak_memory_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
         "torch_threads": torch.get_num_threads(),
         "evaluations": state.history,
         "unstable_layers": [str(layer) for layer in find_unstable(model)],
@@ -257,15 +263,6 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
             sys.exit(pretraining.stop.status)
 
 
-def report(metrics: dict, args: PretrainArguments):
-    """Log the figures and the folders of the models."""
-    logger.info(
-        "validation perplexity: {perplexity_before:.2f} before, {perplexity:.2f} after {steps} steps, best "
-        "{best_perplexity:.2f} at step {best_step}; {tokens_per_second:.0f} tokens/s; saved in ".format(**metrics)
-        + f"{args.output_dir}\nthe best model is in {args.output_dir}/best"
-    )
-
-
 def start(args: PretrainArguments):
     """Train and save as the options say, and log what is next."""
     metrics, source = run(args), args.train_file or next(iter(args.dataset_name), None)
@@ -285,7 +282,7 @@ def run(args: PretrainArguments) -> dict:
             accelerator.wait_for_everyone()
             pretraining, metrics = train(args, accelerator)
             accelerator.end_training()
-            report(metrics, args)
+            logger.info(REPORT.format(**metrics, folder=args.output_dir))
         except (OSError, MemoryExceededError, SavingError, processes.LostProcessError) as error:
             if not checkpoints(Path(args.output_dir)):
                 raise

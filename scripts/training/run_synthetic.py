@@ -33,21 +33,20 @@ class DelayModel(nn.Module):
         return {"loss": nn.functional.mse_loss(answer, labels), "logits": answer}
 
 
-def token_accuracy(predictions, labels) -> dict[str, float]:
-    """The accuracy of the likeliest tokens `predictions` `(B, L)`. Each predicts the label at the next position."""
-    counted = labels[:, 1:] != IGNORED
-    return {"accuracy": float((predictions[:, :-1] == labels[:, 1:])[counted].mean())}
-
-
 class TokenTask(Task):
     """Rows of tokens: the accuracy on those to say."""
 
     metric, best = "accuracy", max
-    scores = staticmethod(token_accuracy)
     reduced = staticmethod(lambda logits, labels: logits.argmax(-1))  # logits of all rows together would not fit
 
     def __init__(self, args: ComparisonArguments, training: TrainingArguments):
         super().__init__(args, training, [args.positions, *args.longer])
+
+    @staticmethod
+    def scores(predictions, labels) -> dict[str, float]:
+        """The accuracy of the likeliest tokens, `(B, L)`. Each predicts the label at the next position."""
+        counted = labels[:, 1:] != IGNORED
+        return {"accuracy": float((predictions[:, :-1] == labels[:, 1:])[counted].mean())}
 
     def data(self, count: int, seed: int, length: int) -> Dataset:
         """Rows of a length."""

@@ -144,7 +144,7 @@ def test_pictures_of_the_kernels(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"causal": true', '"causal": false'))
-    with pytest.raises(ValueError, match="is a bidirectional TNN: only a causal TNN"):
+    with pytest.raises(ValueError, match="no causal model .*: only a causal model"):
         load_served(str(folder), "auto", None)
 
 

@@ -44,7 +44,7 @@ def test_copying_is_scored_where_the_loss_is():
     answers[:, 5:10] = labels[:, 6:]
     for shift in (0, 1):
         shifted = answers.roll(shift, dims=1)
-        assert (run_synthetic.token_accuracy(shifted.numpy(), labels.numpy())["accuracy"] == 1) == (shift == 0)
+        assert (run_synthetic.TokenTask.scores(shifted.numpy(), labels.numpy())["accuracy"] == 1) == (shift == 0)
 
 
 def test_delay_rows():
