@@ -360,6 +360,7 @@ def draw_lengths(device: str):
             axes.set(ylabel=label, title=title)
             axes.set_xticks(lengths := sorted({row["length"] for row in rows}), [f"{length:,}" for length in lengths])
             axes.minorticks_off()
+            axes.tick_params("x", rotation=20)
             axes.grid(alpha=0.3)
     panels[0, 0].legend(fontsize=8)
     save(figure, f"lengths-{device}")

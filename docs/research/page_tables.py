@@ -53,7 +53,7 @@ class Cells(Formatter):
         if bits:
             values = [math.log2(perplexity) / self.bytes_per_token for perplexity in values]
         if not summary:
-            return " / ".join(format(one, number) for one in values)
+            return " / ".join(one if isinstance(one, str) else format(one, number) for one in values)
         if summary == "max":
             return format(max(values), number)
         mean = format(statistics.mean(values), number)
