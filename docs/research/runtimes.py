@@ -119,11 +119,11 @@ def compare(model: TnnForCausalLM, length: int, rounds: int, threads: int) -> li
             return logits, *(state for layer in states for state in layer)
 
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(False), torch.no_grad():
+        columns = to_column_major(copy.deepcopy(model))  # which leaves what was made in inference mode
         fixed, token = ({}, tuple({} for _ in states)), ids[:, :1].clone()
         steps = programs(Flat(), (token, *states), fixed, threads, Path(folder, "step.onnx"))
         passes = programs(Pass(model), (ids.clone(),), ({1: Dim.DYNAMIC},), threads, Path(folder, "pass.onnx"))
     steps = {"PyTorch, compiled": torch.compile(Flat(), dynamic=False)} | steps
-    columns = to_column_major(copy.deepcopy(model))
     compiled = {"PyTorch, compiled": torch.compile(Pass(model), dynamic=False)}
     passes = {"PyTorch": Pass(model), COLUMNS: Pass(columns)} | compiled | passes
     prefix = ids[:, :PREFIX]
