@@ -23,8 +23,16 @@ from tnn_programs.cli.parser import ProgramParser
 from tnn_programs.cli.text_files import check_source
 
 COLUMNS = (
-    "order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole", "output_bound", "hankel_bound",
-)  # fmt: skip
+    "order",
+    "taps",
+    "l2_layer",
+    "l2_median",
+    "l2_worst",
+    "tail_bound",
+    "largest_pole",
+    "output_bound",
+    "hankel_bound",
+)
 
 
 def parser() -> ProgramParser:

@@ -31,9 +31,14 @@ class BlockStream(torch.utils.data.Dataset):
     """A stream of examples `input_ids` and `labels`, `(L,)` each. Labels are -100 where nothing is predicted."""
 
     def __init__(
-        self, blocks: "Dataset | Sequence", tokenizer: PreTrainedTokenizerBase, masked: bool,
-        mlm_probability: float = 0.15, seed: int = 0, shuffle: bool = True,
-    ):  # fmt: skip
+        self,
+        blocks: "Dataset | Sequence",
+        tokenizer: PreTrainedTokenizerBase,
+        masked: bool,
+        mlm_probability: float = 0.15,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
         self.blocks = blocks.with_format("torch") if hasattr(blocks, "with_format") else blocks
         self.seed, self.shuffle = seed, shuffle
         self.masking = make_masking(tokenizer, mlm_probability) if masked else None

@@ -163,9 +163,17 @@ class GenomeStream(BlockStream):
     """
 
     def __init__(
-        self, genome: dict[str, np.ndarray], windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase,
-        block_size: int, masked: bool, *, reverse_complement: bool = False, soft_masked_weight: float = 1.0, **options,
-    ):  # fmt: skip
+        self,
+        genome: dict[str, np.ndarray],
+        windows: Sequence[Window],
+        tokenizer: PreTrainedTokenizerBase,
+        block_size: int,
+        masked: bool,
+        *,
+        reverse_complement: bool = False,
+        soft_masked_weight: float = 1.0,
+        **options,
+    ):
         self.genome, self.length, self.reverse_complement = genome, block_size, reverse_complement
         self.enclosing = enclosing_tokens(tokenizer) if masked else ([], [])
         self.size = block_size - sum(map(len, self.enclosing))  # S

@@ -52,9 +52,13 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bo
 
 
 def pack(
-    texts: "Dataset", tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool = False,
-    split: str = "train", num_proc: int = 1,
-) -> "Dataset":  # fmt: skip
+    texts: "Dataset",
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    enclose: bool = False,
+    split: str = "train",
+    num_proc: int = 1,
+) -> "Dataset":
     """The texts, one after the other with a line break between them, as blocks `input_ids` of `block_size` tokens.
 
     What does not fill a block at the end is left out, with a message. `datasets` caches the result on disk.

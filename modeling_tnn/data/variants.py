@@ -138,9 +138,14 @@ def longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float
 
 @torch.inference_mode()
 def score_variants(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, genome: dict[str, np.ndarray],
-    variants: Sequence[Variant], length: int | None = None, batch_size: int = 8, both_strands: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    genome: dict[str, np.ndarray],
+    variants: Sequence[Variant],
+    length: int | None = None,
+    batch_size: int = 8,
+    both_strands: bool = False,
+) -> torch.Tensor:
     """Return the log-likelihood ratio of each variant in nats, `(N,)`: below 0 where the reference is likelier.
 
     Args:

@@ -3,7 +3,8 @@
     y_i = sum_j W_ij x_j    by rows: a sum for each i;    by columns: y = sum_j x_j W_:j    (W: (D, d))
 
 A new token multiplies each matrix by one vector, and takes the time of reading W. In float32, PyTorch's products read
-columns up to twice as fast as rows on some processors (measured: docs/research/benchmarks.md). Values do not change.
+columns up to twice as fast as rows on some processors (measured: docs/research/benchmarks.md). Results are equal up
+to rounding.
 """
 
 from torch import nn

@@ -38,9 +38,12 @@ WAYS = ("rows", "lines", "headings")
 
 
 def load_corpus(
-    source: str | None = None, config_name: str | None = None, validation_file: str | None = None,
-    text_column: str = "text", documents: str | None = None,
-) -> DatasetDict:  # fmt: skip
+    source: str | None = None,
+    config_name: str | None = None,
+    validation_file: str | None = None,
+    text_column: str = "text",
+    documents: str | None = None,
+) -> DatasetDict:
     """The splits `train` and `validation` of a source, with the columns `text` and `ends`, True where documents end.
 
     Without a validation split, the last 5% become one; without a source it is the demo corpus, whose documents are
